@@ -19,6 +19,7 @@ import dataclasses
 import difflib
 import functools
 import re
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -112,7 +113,11 @@ class LayerSpec:
 
   def __hash__(self) -> int:
     cls = self.cls.func if isinstance(self.cls, functools.partial) else self.cls
-    return hash((cls, self.name, tuple(sorted(self.kwargs))))
+    cls = cls if isinstance(cls, (type, types.FunctionType)) else type(cls)
+    # Plain values tell apart specs that differ in a size alone; what may not be hashable counts by its type.
+    plain = (bool, int, float, str, type(None))
+    arguments = frozenset((key, arg if isinstance(arg, plain) else type(arg)) for key, arg in self.kwargs.items())
+    return hash((cls, self.name, arguments))
 
   def __repr__(self) -> str:
     cls = getattr(self.cls, "__name__", repr(self.cls))
