@@ -1,0 +1,93 @@
+"""A language model around a stack: token embedding, the stack's layers, a last norm, and the projection to logits."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from linen_stack.models.layers import DType, Projection, RMSNorm, require_count
+
+Array = jax.Array
+
+
+class LanguageModel(nn.Module):
+  """Tokens `[batch, seq]` to logits `[batch, seq, vocab]`.
+
+  Its variables: `token_embed/embedding` `[vocab, embed]`, the stack's segments beside it (no level for the stack),
+  `final_norm/scale`, and `lm_head/kernel` `[embed, vocab]` unless the embeddings are tied. A token id outside the
+  vocabulary gives NaN.
+
+  Args:
+    stack: the layers between embedding and last norm, a `StackedDecoder`.
+    vocab: number of token ids.
+    embed: width of the residual stream.
+    tie_embeddings: the transposed token embedding makes the logits.
+    norm_eps: what the last norm adds to the mean square.
+    dtype: of the computation and of the residual stream. Logits are float32 at least.
+    param_dtype: of the stored parameters outside the stack.
+
+  Raises:
+    TypeError, ValueError: on construction, for sizes that are not ints of at least 1, and where a segment has the
+      name of one of the model's own parts.
+  """
+
+  stack: nn.Module
+  vocab: int
+  embed: int
+  tie_embeddings: bool = False
+  norm_eps: float = 1e-6
+  dtype: DType = jnp.float32
+  param_dtype: DType = jnp.float32
+
+  def __post_init__(self):
+    for argument in ("vocab", "embed"):
+      require_count(f"LanguageModel: {argument}", getattr(self, argument))
+    plan = getattr(self.stack, "plan", None)
+    for segment in getattr(plan, "segments", () if plan is None else (plan,)):
+      if segment.name in ("token_embed", "final_norm", "lm_head"):
+        raise ValueError(f"LanguageModel: a segment is named {segment.name!r}, as a part of the model is; "
+                         "its variables stand beside that part, so give the segment another name")
+    super().__post_init__()
+
+  def setup(self):
+    dtypes = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+    init = nn.with_logical_partitioning(nn.initializers.normal(self.embed**-0.5), ("vocab", "embed"))
+    self.token_embed = nn.Embed(self.vocab, self.embed, embedding_init=init, **dtypes)
+    nn.share_scope(self, self.stack)
+    self.final_norm = RMSNorm(eps=self.norm_eps, **dtypes)
+    self.logits_dtype = jnp.promote_types(self.dtype, jnp.float32)
+    if not self.tie_embeddings:
+      self.lm_head = Projection((self.vocab,), ("embed", "vocab"), output_dtype=self.logits_dtype, **dtypes)
+
+  def __call__(self, tokens: Array, positions: Array | None = None, mask: Array | None = None,
+               kv_cache: Sequence[Any] | None = None, *, deterministic: bool = True):
+    """tokens `[batch, seq]` to logits `[batch, seq, vocab]`, or (logits, extended caches) where kv_cache is given.
+
+    Args:
+      positions: `[batch or 1, seq]`, and
+      mask: boolean, broadcastable to `[batch, heads, seq, keys]`: handed to every layer where given.
+      kv_cache: one cache per layer, as `init_cache(model, batch, length)` gives.
+      deterministic: no dropout.
+    """
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+      raise TypeError(f"tokens must be integers [batch, seq], not {tokens.dtype} {tokens.shape}")
+    # Only what is given is handed on: layers without a mask, positions or a cache need not accept them.
+    given = {"mask": mask, "positions": positions, "kv_cache": kv_cache}
+    if kv_cache is not None:
+      from linen_stack.per_layer import per_layer
+      given["kv_cache"] = per_layer(kv_cache)
+    given = {name: value for name, value in given.items() if value is not None}
+    x = self.stack(self.token_embed(tokens), **given, deterministic=deterministic)
+    if kv_cache is not None:
+      x, kv_cache = x
+    x = self.final_norm(x)
+    if self.tie_embeddings:
+      table = self.token_embed.embedding.astype(x.dtype)
+      logits = lax.dot_general(x, table, (((2,), (1,)), ((), ())), preferred_element_type=self.logits_dtype)
+    else:
+      logits = self.lm_head(x)
+    return logits if kv_cache is None else (logits, kv_cache)
