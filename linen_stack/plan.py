@@ -57,18 +57,40 @@ def _same(a: Any, b: Any) -> bool:
     return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
   if isinstance(a, functools.partial):
     return _same((a.func, a.args, a.keywords), (b.func, b.args, b.keywords))
-  if dataclasses.is_dataclass(a):
+  if dataclasses.is_dataclass(a) and not isinstance(a, type):
     # Covers module templates too. Two modules that already belong to a parent are the same only if they are one object.
     if getattr(a, "parent", None) is not None or getattr(b, "parent", None) is not None:
       return False
     names = [f.name for f in dataclasses.fields(a) if f.init and f.compare]
     return all(_same(getattr(a, name, None), getattr(b, name, None)) for name in names)
-  if hasattr(a, "dtype") and hasattr(a, "shape"):
-    return a.dtype == b.dtype and a.shape == b.shape and bool((a == b).all())
+  if hasattr(a, "dtype") and hasattr(a, "shape") and (a.dtype != b.dtype or a.shape != b.shape):
+    return False
   try:
-    return bool(a == b)
+    equal = a == b
+    return bool(equal.all() if hasattr(equal, "all") else equal)
   except Exception:  # pylint: disable=broad-exception-caught
     return False  # a type that refuses to be compared is not known to be equal
+
+
+def _digest(a: Any) -> int:
+  """A hash that follows `_same`: equal values have equal digests, also where they are not hashable."""
+  if isinstance(a, (list, tuple)):
+    content = tuple(map(_digest, a))
+  elif isinstance(a, Mapping):
+    content = tuple(sorted((str(key), _digest(value)) for key, value in a.items()))
+  elif isinstance(a, functools.partial):
+    content = _digest((a.func, a.args, a.keywords))
+  elif dataclasses.is_dataclass(a) and not isinstance(a, type):
+    content = tuple(_digest(getattr(a, f.name, None)) for f in dataclasses.fields(a)
+                    if f.init and f.compare and f.name != "parent")
+  elif hasattr(a, "dtype") and hasattr(a, "tobytes"):
+    content = (str(a.dtype), a.shape, a.tobytes())
+  else:
+    try:
+      content = hash(a)
+    except TypeError:
+      content = repr(a)
+  return hash((type(a).__qualname__, content))
 
 
 @dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
