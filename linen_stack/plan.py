@@ -113,6 +113,9 @@ class LayerSpec:
   def __init__(self, cls: Callable[..., Any], name: str | None = None, **kwargs: Any):
     if not callable(cls):
       raise TypeError(f"cls must be a layer class or a callable that returns a layer, not {cls!r}")
+    if not isinstance(cls, type) and hasattr(cls, "init") and hasattr(cls, "apply"):
+      raise TypeError(f"cls is a layer that is already made; write LayerSpec({type(cls).__name__}, ...), "
+                      "with the arguments of its constructor")
     if name is not None:
       _name(name, "name")
     object.__setattr__(self, "cls", cls)
