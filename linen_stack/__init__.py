@@ -1,0 +1,6 @@
+"""Deep Flax Linen decoders from one layer: scan, remat and host offload, without silent faults."""
+from linen_stack.lifts import offload_params, remat, scan, static_unroll
+from linen_stack.per_layer import per_layer
+from linen_stack.plan import LayerSpec, Plan, Segment, split_at, split_cycle, split_prefix
+from linen_stack.policies import RematPolicy
+from linen_stack.stack import StackedDecoder
