@@ -100,7 +100,7 @@ def plan_from_hf_config(config: Mapping[str, Any], layer: Callable[[int, LayerKi
   """
   specs = []
   for i, kind in enumerate(layer_kinds(config)):
-    spec = LayerSpec(_not_a_layer, kind.label, kind=kind) if layer is None else layer(i, kind)
+    spec = LayerSpec(unspecified_layer, kind.label, kind=kind) if layer is None else layer(i, kind)
     if not isinstance(spec, LayerSpec):
       raise TypeError(f"layer({i}, {kind}) must return a LayerSpec, not {spec!r}")
     specs.append(spec)
@@ -118,7 +118,7 @@ def layer_kinds(config: Mapping[str, Any]) -> tuple[LayerKind, ...]:
                for kind, mlp, rotated in zip(attention, _mlp(fields), rope))
 
 
-def _not_a_layer(name: str | None = None, *, kind: LayerKind) -> NoReturn:
+def unspecified_layer(name: str | None = None, *, kind: LayerKind) -> NoReturn:
   raise TypeError(f"layer {name!r} ({kind}) has no class: the plan was read without layers. "
                   "Pass plan_from_hf_config(config, layer=...), a function of index and kind that returns a LayerSpec")
 
@@ -255,7 +255,7 @@ def _unlisted_attention(fields: _Fields, rope: list[bool]) -> list[str]:
     fields.fail("max_window_layers", "is missing; it says from which layer on use_sliding_window counts")
   slides = [on and i >= (first or 0) for i in range(fields.num_layers)]
   if fields.model_type == "smollm3":
-    slides = [slide and not rotated for slide, rotated in zip(slides, rope)]
+    slides = [on and not rotated for rotated in rope]
   return ["sliding_attention" if slide else "full_attention" for slide in slides]
 
 

@@ -166,7 +166,8 @@ def test_qwen_windows_start_at_max_window_layers():
 
 
 def test_smollm3_windows_are_for_layers_without_rotary_embedding():
-  config = {"model_type": "smollm3", "num_hidden_layers": 8, "use_sliding_window": True, "sliding_window": 64}
+  config = {"model_type": "smollm3", "num_hidden_layers": 8, "use_sliding_window": True, "sliding_window": 64,
+            "max_window_layers": 6}
   assert indices(config, attention="sliding_attention") == indices(config, rope=False) == [3, 7]
   assert indices({**config, "use_sliding_window": None}, attention="sliding_attention") == []
 
