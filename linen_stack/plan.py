@@ -72,27 +72,6 @@ def _same(a: Any, b: Any) -> bool:
     return False  # a type that refuses to be compared is not known to be equal
 
 
-def _digest(a: Any) -> int:
-  """A hash that follows `_same`: equal values have equal digests, also where they are not hashable."""
-  if isinstance(a, (list, tuple)):
-    content = tuple(map(_digest, a))
-  elif isinstance(a, Mapping):
-    content = tuple(sorted((str(key), _digest(value)) for key, value in a.items()))
-  elif isinstance(a, functools.partial):
-    content = _digest((a.func, a.args, a.keywords))
-  elif dataclasses.is_dataclass(a) and not isinstance(a, type):
-    content = tuple(_digest(getattr(a, f.name, None)) for f in dataclasses.fields(a)
-                    if f.init and f.compare and f.name != "parent")
-  elif hasattr(a, "dtype") and hasattr(a, "tobytes"):
-    content = (str(a.dtype), a.shape, a.tobytes())
-  else:
-    try:
-      content = hash(a)
-    except TypeError:
-      content = repr(a)
-  return hash((type(a).__qualname__, content))
-
-
 @dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
 class LayerSpec:
   """One layer of a decoder: a layer class, the arguments of its constructor, and a name.
@@ -281,7 +260,13 @@ class Plan:
   @classmethod
   def from_layers(cls, specs: Sequence[LayerSpec], name: str = "layers",
                   names: Sequence[str] | None = None) -> Plan:
-    """The plan with the fewest traced layer bodies for one spec per layer. See `linen_stack.planner`."""
+    """The plan with the fewest traced layer bodies for one spec per layer. Ties and names: see `linen_stack.planner`.
+
+    Args:
+      specs: one `LayerSpec` per layer, in order.
+      name: what the names of the segments are made from.
+      names: the names of the segments, in order, in place of those.
+    """
     from linen_stack.planner import plan_layers  # pylint: disable=g-import-not-at-top
     return plan_layers(specs, name, names)
 
