@@ -22,7 +22,6 @@ In pseudo-code, with `i` running over the layers:
 """
 from __future__ import annotations
 
-import contextvars
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,16 +33,14 @@ from flax.core.lift import pack
 from flax.core.scope import LazyRng, in_filter
 from flax.linen.transforms import lift_transform
 import jax
+from jax.extend import core
 import jax.numpy as jnp
 import numpy as np
 
 from linen_stack.plan import nearest
 from linen_stack.policies import CARRY_TAG, RematPolicy
-from linen_stack import tags
 
 broadcast = nn.broadcast
-# While a stack is initialised: the set to which remat regions add the names that they tag.
-tag_collector: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("tag_collector", default=None)
 
 
 def not_a_method(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -223,16 +220,33 @@ def remat(target: Any, policy: Any = "full", *, prevent_cse: bool | tuple[bool, 
           args = (jax.tree.map(lambda x: jax.ad_checkpoint.checkpoint_name(x, CARRY_TAG), args[0]), *args[1:])
         return pure(variables, rngs, *args, **kwargs)
 
-      collected = tag_collector.get()
-      if collected is not None and policy.names:
-        # At initialisation nothing is differentiated: the region's trace serves to see which names it tags.
-        return tags.call_and_collect(region, collected, variables, rngs, arrays)
       flags = (cse[0], cse[1], cse[1]) if isinstance(cse, tuple) else cse
       return jax.checkpoint(region, policy=policy.resolve(), prevent_cse=flags)(variables, rngs, arrays)
 
     return _lift(fn, stage, "remat")
 
   return lift_transform(lift, target, methods=methods)
+
+
+def observe(target: Any, see: Callable[[Any], None]) -> Any:
+  """Hands the target's program to `see(jaxpr)` each time that it is traced, and runs that very program."""
+
+  def lift(fn):
+    def stage(pure, scopes, variables, rngs, *args, **kwargs):
+      arrays, rebuild = _split_static((args, kwargs))
+
+      def call(variables, rngs, arrays):
+        args, kwargs = rebuild(arrays)
+        return pure(variables, rngs, *args, **kwargs)
+
+      program, out = jax.make_jaxpr(call, return_shape=True)(variables, rngs, arrays)
+      see(program.jaxpr)
+      results = core.jaxpr_as_fun(program)(*jax.tree.leaves((variables, rngs, arrays)))
+      return jax.tree.unflatten(jax.tree.structure(out), results)
+
+    return _lift(fn, stage, "observe")
+
+  return lift_transform(lift, target)
 
 
 def call_signature(target: Any) -> inspect.Signature | None:

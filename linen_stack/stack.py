@@ -11,6 +11,7 @@ Each layer is rematerialised alone, never a block as well.
 """
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import functools
 import inspect
@@ -27,6 +28,10 @@ from linen_stack import per_layer as per_layer_lib
 from linen_stack.per_layer import PerLayer
 from linen_stack.plan import LayerSpec, Plan, Run, Segment, nearest
 from linen_stack.policies import RematPolicy
+from linen_stack.tags import tagged_names
+
+# What reports set to be handed each layer's program, as (segment, run, jaxpr), while a stack is initialised.
+observer: contextvars.ContextVar[Callable[[Segment, Run, Any], None] | None] = contextvars.ContextVar("observer", default=None)
 
 # Below this, fetching a parameter costs more than keeping it: a few TPU tiles.
 MIN_OFFLOAD_BYTES = 16 * 1024
@@ -130,20 +135,10 @@ class StackedDecoder(nn.Module):
     self._check_layout()
     x = lifts.strong(x)
     outputs: dict[str, Any] = {}
-    collected: set[str] = set()
     for segment in self.plan:
-      tags: set[str] | None = set() if self.is_initializing() else None
-      token = lifts.tag_collector.set(tags)
-      try:
-        x, outputs[segment.name] = self._segment(segment, x, call)
-      finally:
-        lifts.tag_collector.reset(token)
-      if tags is not None:
-        if isinstance(self.remat, Mapping):
-          self.policy(segment.name).check(tags, f"the layers of segment {segment.name!r}")
-        collected |= tags
-    if self.is_initializing() and not isinstance(self.remat, Mapping):
-      self.policy(self.plan.segments[0].name).check(collected)
+      x, outputs[segment.name] = self._segment(segment, x, call)
+    if self.is_initializing():
+      self._check_policies(call.seen)
     if not self.collect_outputs and not (call.collects and jax.tree.leaves(outputs)):
       return x
     if not jax.tree.leaves(outputs):
@@ -192,6 +187,8 @@ class StackedDecoder(nn.Module):
       args, kwargs = call.fill(sliced, args, kwargs)
       return _hidden_and_output(x, layer(x, *args, **kwargs), label, call.collects or self.collect_outputs)
 
+    if self.is_initializing():
+      one_layer = lifts.observe(one_layer, functools.partial(call.see, segment, run))
     if self.offload_params is not False:
       one_layer = lifts.offload_params(one_layer, self.selects)
     one_layer = lifts.remat(one_layer, self.policy(segment.name), prevent_cse=not rolled)
@@ -216,6 +213,15 @@ class StackedDecoder(nn.Module):
           i += 1
     shaped = {run.name: _stack_outputs(outputs[run.name], [n for _, n in segment.axes(run)]) for run in segment.runs}
     return x, shaped if segment.is_cycle else shaped[segment.runs[0].name]
+
+  @nn.nowrap
+  def _check_policies(self, seen: dict[str, set[str]]) -> None:
+    """Raises where a policy names values that none of its layers tags."""
+    if isinstance(self.remat, Mapping):
+      for segment, tags in seen.items():
+        self.policy(segment).check(tags, f"the layers of segment {segment!r}")
+    else:
+      RematPolicy.of(self.remat).check(set().union(*seen.values()))
 
   @nn.nowrap
   def _check_layout(self) -> None:
@@ -265,6 +271,13 @@ class _Call:
   collects: bool
   as_list: bool
   shared_keys: dict[str, Any]
+  seen: dict[str, set[str]] = dataclasses.field(default_factory=dict)  # tags by segment, filled at initialisation
+
+  def see(self, segment: Segment, run: Run, jaxpr: Any) -> None:
+    self.seen.setdefault(segment.name, set()).update(tagged_names(jaxpr))
+    watch = observer.get()
+    if watch is not None:
+      watch(segment, run, jaxpr)
 
   @staticmethod
   def of(stack: StackedDecoder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:

@@ -4,7 +4,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 from jax.extend import core
 
 
@@ -33,10 +32,3 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 def tagged_names(jaxpr: Any) -> set[str]:
   """The names that a program tags values with."""
   return {eqn.params["name"] for eqn in equations(jaxpr) if eqn.primitive.name == "name"}
-
-
-def call_and_collect(fn: Any, names: set[str], *args: Any) -> Any:
-  """Calls `fn(*args)`, adding to `names` the names that it tags. `fn` is traced once."""
-  program, out = jax.make_jaxpr(fn, return_shape=True)(*args)
-  names |= tagged_names(program.jaxpr)
-  return jax.tree.unflatten(jax.tree.structure(out), core.jaxpr_as_fun(program)(*jax.tree.leaves(args)))
