@@ -103,7 +103,7 @@ COMMAND_R7B = {"model_type": "cohere2", "num_hidden_layers": 32, "sliding_window
     (GEMMA_2_2B, [("layers", [("sliding", 1), ("full", 1)], 13)]),
     (GEMMA_3_1B, [("layers", [("sliding", 5), ("full", 1)], 4), ("layers_remainder", [("sliding", 2)], 1)]),
     (GEMMA_3_27B, [("layers", [("sliding", 5), ("full", 1)], 10), ("layers_remainder", [("sliding", 2)], 1)]),
-    (DEEPSEEK_V3, [("layers", [("full", 3), ("full_moe", 58)], 1)]),
+    (DEEPSEEK_V3, [("layers_prefix", [("full", 3)], 1), ("layers", [("full_moe", 58)], 1)]),
     (LLAMA_4_SCOUT, [("layers", [("chunked_moe", 3), ("full_moe_nope", 1)], 12)]),
     (LLAMA_4_MAVERICK,
      [("layers", [("chunked_0", 1), ("chunked_moe", 1), ("chunked_1", 1), ("full_moe_nope", 1)], 12)]),
@@ -243,7 +243,7 @@ def test_a_layer_that_uses_its_index_is_its_own_kind():
 
 def test_without_layer_a_plan_can_be_shown_but_not_built():
   plan = plan_from_hf_config(DEEPSEEK_V3)
-  assert "full_moe x58" in plan.table() and "61 layers, 2 traced" in plan.table()
+  assert "layers:58" in plan.table() and "61 layers, 2 traced" in plan.table()
   spec = plan.layers[-1]
   with pytest.raises(TypeError, match=r"layer 'full_moe' \(LayerKind.*'moe'.*Pass plan_from_hf_config\(config, layer="):
     spec.cls(name=spec.name, **spec.kwargs)
