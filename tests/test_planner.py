@@ -213,7 +213,8 @@ def test_hybrid_with_three_prefixes():
 
 def test_a_dense_layer_in_place_of_the_first_of_a_cycle():
   plan = plan_of("cbba" + "bbba" * 11)
-  assert shape(plan) == [("layers_0", "c", 1), ("layers_1", "b", 2), ("layers", "abbb", 11), ("layers_remainder", "a", 1)]
+  assert shape(plan)[:2] == [("layers_0", "c", 1), ("layers_1", "b", 2)]
+  assert shape(plan)[2:] == [("layers", "abbb", 11), ("layers_remainder", "a", 1)]
   assert plan.traced_layers == 5
 
 
