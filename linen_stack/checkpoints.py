@@ -1,0 +1,167 @@
+"""Checkpoints of training: folders `<out>/<step>`, written by orbax, each whole or not there at all.
+
+    <out>/<step>/variables     the model's variables
+    <out>/<step>/optimizer     the optimiser's state
+    <out>/<step>/config        the config that made the model, as JSON
+    <out>/<step>/text          what tells the text that it was trained on from another, as JSON
+
+Orbax writes a step into a temporary folder and renames it when all of it is there.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+import contextlib
+import json
+import pathlib
+import shutil
+from typing import Any
+
+from absl import logging
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+
+from linen_stack.config import StackConfig
+
+KEEP = 2
+
+
+class CheckpointError(Exception):
+  """A checkpoint that cannot be read or written, in words for the user."""
+
+
+def steps(folder: str | pathlib.Path) -> list[int]:
+  """The steps of which `folder` holds a checkpoint, in order."""
+  folder = pathlib.Path(folder)
+  return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdecimal() and entry.is_dir()) if folder.is_dir() else []
+
+
+def find(path: str | pathlib.Path) -> pathlib.Path:
+  """The folder of one step: `path` itself, or the last step in it. Raises CheckpointError where there is none."""
+  path = pathlib.Path(path).absolute()
+  if not path.exists():
+    raise CheckpointError(f"no checkpoint at {path}: there is no such file or folder")
+  if path.is_dir() and (path / "variables").is_dir():
+    return path
+  found = steps(path)
+  if not found:
+    raise CheckpointError(f"no checkpoint in {path}: it holds no step that was written to the end")
+  return path / str(found[-1])
+
+
+def save(folder: str | pathlib.Path, state: Mapping[str, Any], config: StackConfig, text: Mapping[str, Any]) -> pathlib.Path:
+  """Writes a checkpoint of the state's step, and then removes all but the last `KEEP`.
+
+  Raises CheckpointError where it cannot be written; earlier checkpoints are as they were.
+  """
+  folder = pathlib.Path(folder).absolute()
+  step = int(state["step"])
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+    _remove_unfinished(folder)
+    with _quiet(), ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as writer:
+      writer.save(folder / str(step), ocp.args.Composite(
+          variables=ocp.args.StandardSave(state["variables"]), optimizer=ocp.args.StandardSave(state["optimizer"]),
+          config=ocp.args.JsonSave(config.to_dict()), text=ocp.args.JsonSave(dict(text))), force=True)
+  except (OSError, ValueError) as error:  # tensorstore says ValueError where a disk is full
+    last = steps(folder)
+    kept = f"the last whole checkpoint is {folder / str(last[-1])}" if last else "there is no earlier one"
+    raise CheckpointError(f"cannot write a checkpoint to {folder / str(step)}: {_reason(error)}; {kept}") from error
+  for old in steps(folder)[:-KEEP]:
+    shutil.rmtree(folder / str(old), ignore_errors=True)
+  return folder / str(step)
+
+
+def load_config(path: pathlib.Path) -> StackConfig:
+  """The config of a checkpoint. Raises CheckpointError where it has none, or one that cannot be used."""
+  return _as_config(_load_json(path, "config"), path)
+
+
+def load_text(path: pathlib.Path) -> dict[str, Any]:
+  """The fingerprint of the text of a checkpoint."""
+  return _load_json(path, "text")
+
+
+def load(path: pathlib.Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
+  """The variables, and where `abstract` has it the optimiser's state, of the shapes in `abstract`.
+
+  Raises CheckpointError where the checkpoint holds something else.
+  """
+  wanted = {name: abstract[name] for name in ("variables", "optimizer") if name in abstract}
+  _check_shapes(path, wanted)
+  here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+  wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), wanted)
+  with _reading(path), ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+    restored = reader.restore(path, ocp.args.Composite(**{k: ocp.args.StandardRestore(v) for k, v in wanted.items()}))
+  return {**{name: restored[name] for name in wanted}, "step": jnp.asarray(int(path.name) if path.name.isdecimal() else 0, jnp.int32)}
+
+
+def _check_shapes(path: pathlib.Path, wanted: Mapping[str, Any]) -> None:
+  for name in wanted:
+    if not (path / name).is_dir():
+      raise CheckpointError(f"the checkpoint {path} is not whole: it has no {name}")
+  with _reading(path), ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
+    stored = {_path(keys): tuple(leaf.shape) for keys, leaf in jax.tree_util.tree_leaves_with_path(
+        reader.metadata(path / "variables").item_metadata.tree)}
+  expected = {_path(keys): tuple(leaf.shape) for keys, leaf in jax.tree_util.tree_leaves_with_path(wanted["variables"])}
+  wrong = [f"{key} is {stored.get(key, 'missing')} and should be {expected.get(key, 'absent')}"
+           for key in sorted({*stored, *expected}) if stored.get(key) != expected.get(key)]
+  if wrong:
+    more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    raise CheckpointError(f"the checkpoint {path} does not fit this model: {'; '.join(wrong[:3])}{more}")
+
+
+def _path(keys: tuple[Any, ...]) -> str:
+  return "/".join(str(getattr(key, "key", key)) for key in keys)
+
+
+def _load_json(path: pathlib.Path, item: str) -> dict[str, Any]:
+  file = path / item / "metadata"
+  try:
+    return json.loads(file.read_text(encoding="utf-8"))
+  except FileNotFoundError:
+    raise CheckpointError(f"the checkpoint {path} has no {item} ({file} is missing)") from None
+  except ValueError as error:
+    raise CheckpointError(f"the checkpoint {path} has a broken {item}: {file}: {error}") from None
+
+
+def _as_config(config: Any, path: pathlib.Path) -> StackConfig:
+  try:
+    return StackConfig.from_dict(config)
+  except (TypeError, ValueError) as error:
+    raise CheckpointError(f"the config of the checkpoint {path} cannot be used: {error}") from error
+
+
+def _remove_unfinished(folder: pathlib.Path) -> None:
+  """Removes what interrupted writes have left behind."""
+  for entry in folder.iterdir():
+    if ".orbax-checkpoint-tmp" in entry.name:
+      shutil.rmtree(entry)
+
+
+@contextlib.contextmanager
+def _reading(path: pathlib.Path) -> Iterator[None]:
+  try:
+    with _quiet():
+      yield
+  except (OSError, ValueError, KeyError) as error:
+    raise CheckpointError(f"cannot read the checkpoint {path}: {_reason(error)}") from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+  """Orbax logs what it raises, with tracebacks; whoever catches the error says it once."""
+  level = logging.get_verbosity()
+  logging.set_verbosity(logging.FATAL)
+  try:
+    yield
+  finally:
+    logging.set_verbosity(level)
+
+
+def _reason(error: BaseException) -> str:
+  """An error as one line."""
+  text = str(error).strip() or type(error).__name__
+  if "No space left on device" in text:
+    return "no space left on device"
+  return text.splitlines()[0][:300]
