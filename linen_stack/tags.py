@@ -2,9 +2,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+import dataclasses
+import itertools
 from typing import Any
 
 from jax.extend import core
+
+# Equations whose outputs are their inputs, one by one.
+_SAME_VALUE = ("name", "copy", "copy_p", "optimization_barrier", "reduce_precision")
 
 
 def inner_jaxprs(eqn: Any) -> Iterator[Any]:
@@ -12,13 +17,20 @@ def inner_jaxprs(eqn: Any) -> Iterator[Any]:
   for name, value in eqn.params.items():
     if name == "fwd_jaxpr_thunk":
       # A kernel often tags its residuals only in the forward rule, which no other parameter holds.
-      run = getattr(value, "call_wrapped", value)
-      yield run(*[False] * len(eqn.invars))[0]
+      yield _forward_rule(eqn)
       continue
     for item in value if isinstance(value, (tuple, list)) else (value,):
       item = getattr(item, "jaxpr", item)
       if isinstance(item, core.Jaxpr):
         yield item
+
+
+def _forward_rule(eqn: Any) -> Any:
+  """The forward rule of a custom_vjp, differentiated by all its inputs."""
+  thunk = eqn.params["fwd_jaxpr_thunk"]
+  run = getattr(thunk, "call_wrapped", thunk)
+  # What the rule closes over comes first among the equation's inputs, and is no input of the rule.
+  return run(*[True] * (len(eqn.invars) - eqn.params.get("num_consts", 0)))[0]
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
@@ -32,3 +44,64 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 def tagged_names(jaxpr: Any) -> set[str]:
   """The names that a program tags values with."""
   return {eqn.params["name"] for eqn in equations(jaxpr) if eqn.primitive.name == "name"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tag:
+  """A tag in a program: `eqn` tags the value number `value`, inside loops of `trips` steps, outermost first."""
+
+  eqn: Any
+  value: int
+  trips: tuple[int, ...]
+
+  @property
+  def name(self) -> str:
+    return self.eqn.params["name"]
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """Shape over all steps of the loops around the tag."""
+    return (*self.trips, *self.eqn.outvars[0].aval.shape)
+
+  @property
+  def dtype(self) -> Any:
+    return self.eqn.outvars[0].aval.dtype
+
+
+def tags(jaxpr: Any) -> list[Tag]:
+  """The tags of a program, in order. Tags of one value, also across calls and copies, have the same `value`.
+
+  A custom_vjp counts with its forward rule, which is what differentiation runs.
+  """
+  found: list[Tag] = []
+  _walk(jaxpr, {}, (), itertools.count(), found)
+  return found
+
+
+def _walk(jaxpr: Any, values: dict[Any, int], trips: tuple[int, ...], fresh: Iterator[int], found: list[Tag]) -> list[int]:
+  """Adds a program's tags to `found`; returns the values of its results. `values` holds what is known of its inputs."""
+
+  def value(var: Any) -> int:
+    if isinstance(var, core.Literal):
+      return next(fresh)
+    return values[var] if var in values else values.setdefault(var, next(fresh))
+
+  for eqn in jaxpr.eqns:
+    given, name = [value(var) for var in eqn.invars], eqn.primitive.name
+    if name == "name":
+      found.append(Tag(eqn, given[0], trips))
+    if name in _SAME_VALUE:
+      values.update(zip(eqn.outvars, given))
+      continue
+    if name == "custom_vjp_call":
+      body = _forward_rule(eqn)
+      # The rule returns results and then residuals, or the other way round: sizes do not tell, so results count as new.
+      _walk(body, dict(zip(body.invars, given[eqn.params.get("num_consts", 0):])), trips, fresh, found)
+      continue
+    loop = (*trips, eqn.params["length"]) if name == "scan" else trips
+    for body in inner_jaxprs(eqn):
+      called_once = name not in ("scan", "while", "cond") and len(body.invars) == len(given)
+      results = _walk(body, dict(zip(body.invars, given)) if called_once else {}, loop, fresh, found)
+      if called_once and len(results) == len(eqn.outvars):
+        values.update(zip(eqn.outvars, results))
+  return [value(var) for var in jaxpr.outvars]

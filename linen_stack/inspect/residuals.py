@@ -13,7 +13,7 @@ import numpy as np
 
 from linen_stack.inspect import render
 from linen_stack.inspect.origins import Frame, Origin, carry_marks
-from linen_stack.inspect.watch import STACK_SCOPE, Place, Watch, watching
+from linen_stack.inspect.watch import PLACE_SCOPE, STACK_SCOPE, Place, Watch, watching
 
 Kind = Literal["tag", "carry", "view", "value", "copy", "constant", "argument"]
 
@@ -213,11 +213,16 @@ def _report(program: Any, watch: Watch, labels: list[str]) -> ResidualReport:
 def _row(aval: Any, origin: Origin, watch: Watch, loops: dict[Place, tuple[int, ...]], labels: list[str]) -> tuple[Residual, int]:
   """A row for one buffer, with its size apart so that equal rows are equal."""
   name, kind = _name(origin, labels)
-  place = watch.find(origin.enters or "" if kind == "carry" else origin.name_stack)
-  if kind in ("argument", "constant"):
-    place = None
+  if origin.argument is not None:
+    place = watch.holder(labels[origin.argument].split("/"))
+  else:
+    # The stack's own tag on the hidden states stands before the layer that they enter.
+    place = None if kind == "carry" else watch.find(origin.name_stack)
+    place = place or watch.find(origin.enters or "")
   over = loops.get(place, ()) if place is not None else ()
   trips, stacked = origin.trips, tuple(aval.shape)
+  if kind == "argument":
+    trips = over  # stacked by whoever made it
   extent = "per layer" if len(trips) >= len(over) else "per repeat" if trips else "once"
   shape = stacked[min(len(trips), len(over)):] if place is not None else stacked[len(trips):]
   count = math.prod(stacked) * aval.dtype.itemsize
@@ -246,8 +251,10 @@ def _name(origin: Origin, labels: list[str]) -> tuple[str, Kind]:
 
 
 def _scope(name_stack: str) -> str:
-  """The module path inside the layer, or outside of the layers, without transformations."""
-  inside = re.split(r"linen_stack place \d+;", name_stack)[-1].replace(STACK_SCOPE, "")
+  """The module path inside the layer, or outside of the stack, without transformations."""
+  if STACK_SCOPE in name_stack and not PLACE_SCOPE.search(name_stack):
+    return ""
+  inside = PLACE_SCOPE.split(name_stack)[-1]
   plain = re.sub(r"\w*\(([^()]*)\)", r"\1", inside)
   return "/".join(part for part in plain.split("/") if part)
 

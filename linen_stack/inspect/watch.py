@@ -5,7 +5,7 @@
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 import contextlib
 import dataclasses
 import itertools
@@ -21,7 +21,7 @@ from linen_stack.stack import StackedDecoder
 
 CARRY_MARK = "linen_stack: carry"
 STACK_SCOPE = "linen_stack stack;"
-_PLACE = re.compile(r"linen_stack place (\d+);")
+PLACE_SCOPE = re.compile(r"linen_stack place (\d+);")
 
 # Part of the keys of jax's caches: a function that was traced before is traced again, and never served with marks in it.
 _watching = jax.make_user_context(None)
@@ -66,8 +66,16 @@ class Watch:
 
   def find(self, name_stack: str) -> Place | None:
     """The place whose layer an equation with this name stack belongs to."""
-    found = _PLACE.findall(name_stack)
+    found = PLACE_SCOPE.findall(name_stack)
     return self.places[int(found[-1])] if found else None
+
+
+  def holder(self, keys: Sequence[str]) -> Place | None:
+    """The place whose layer holds the variable to which `keys` lead, from the function's argument on."""
+    for path, index in self.layers.items():
+      if any(tuple(keys[i:i + len(path)]) == path for i in range(len(keys) - len(path) + 1)):
+        return self.places[index]
+    return None
 
 
 @contextlib.contextmanager
