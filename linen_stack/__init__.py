@@ -1,5 +1,6 @@
 """Deep Flax Linen decoders from one layer: scan, remat and host offload, without silent faults."""
-from linen_stack.lifts import offload_params, remat, scan, static_unroll
+from linen_stack.lifts import offload_params, remat
+from linen_stack.loops import scan, static_unroll
 from linen_stack.per_layer import per_layer
 from linen_stack.plan import LayerSpec, Plan, Segment, split_at, split_cycle, split_prefix
 from linen_stack.policies import RematPolicy

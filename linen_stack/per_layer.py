@@ -5,11 +5,13 @@ A value for all layers comes in one of two forms, and results go back in the for
     list      one tree per layer, in layer order; layers of different kinds may have trees of different structure
     stacked   one tree whose leaves are [layers, ...]
 
-Between the two stands the form that a plan's loops want, a value per segment: for a homogeneous segment one tree, for a
-cycle one tree per run, with the run's stacked axes in front ([length, ...], [count, ...], [length, count, ...] or none).
+Between the two stands the form that a plan's loops want, a value per segment: for a homogeneous segment a list with one
+tree per argument, for a cycle a dict of such lists by run, with the run's stacked axes in front of every leaf
+([length, ...], [count, ...], [length, count, ...] or none). A loop that is run in Python gets nested lists in their place.
 """
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 import dataclasses
 from typing import Any
 
@@ -73,17 +75,36 @@ def check(plan: Plan, arg: PerLayer, name: str) -> None:
                        f"{expected} layers, found shape {shape}; pass a list for one tree per layer")
 
 
-def cut(plan: Plan, arg: PerLayer, segment: Segment, name: str) -> Any:
-  """The part of `arg` that belongs to a segment: a tree, or for a cycle a dict from run names to trees."""
-  parts = {run.name: _cut_run(plan, arg, segment, run, name) for run in segment.runs}
-  return parts if segment.is_cycle else parts[segment.runs[0].name]
+def cut(plan: Plan, args: Sequence[tuple[str, PerLayer]], segment: Segment, listed: bool) -> Any:
+  """What of `args` belongs to a segment: `[part of each argument]`, in a cycle a dict of these by run.
+
+  `listed`: instead of stacked axes, lists nested as the loops are, so that nothing is stacked.
+  """
+  if not listed:
+    parts = {run.name: [_cut_run(plan, arg, segment, run, name) for name, arg in args] for run in segment.runs}
+    return parts if segment.is_cycle else parts[segment.runs[0].name]
+
+  def of_step(step):
+    parts = {}
+    for run in segment.runs:
+      first = plan.offset(segment.name) + step * len(segment.block) + run.offset
+      each = [[element(arg, first + i) for _, arg in args] for i in range(run.count)]
+      parts[run.name] = each if run.count > 1 else each[0]
+    return parts if segment.is_cycle else parts[segment.runs[0].name]
+
+  return [of_step(step) for step in range(segment.length)] if segment.length > 1 else of_step(0)
+
+
+def element(arg: PerLayer, layer: int) -> Any:
+  """What one layer sees of a per-layer argument."""
+  return arg.value[layer] if arg.is_list else jax.tree.map(lambda x: x[layer], arg.value)
 
 
 def _cut_run(plan: Plan, arg: PerLayer, segment: Segment, run: Run, name: str) -> Any:
   where = indices(plan, segment, run)
+  if where.ndim == 0:
+    return element(arg, int(where))
   if arg.is_list:
-    if where.ndim == 0:
-      return arg.value[int(where)]
     first = jax.tree.structure(arg.value[where.flat[0]])
     for i in where.flat:
       if jax.tree.structure(arg.value[i]) != first:
@@ -91,8 +112,6 @@ def _cut_run(plan: Plan, arg: PerLayer, segment: Segment, run: Run, name: str) -
                          f"one structure; layer {where.flat[0]} has {first}, layer {i} has {jax.tree.structure(arg.value[i])}")
     return jax.tree.map(lambda *leaves: jnp.stack(leaves).reshape(*where.shape, *jnp.shape(leaves[0])),
                         *(arg.value[i] for i in where.flat))
-  if where.ndim == 0:
-    return jax.tree.map(lambda x: x[int(where)], arg.value)
   start, stop, step = int(where.flat[0]), int(where.flat[-1]) + 1, len(segment.block)
 
   def take(x):
@@ -107,37 +126,70 @@ def _cut_run(plan: Plan, arg: PerLayer, segment: Segment, run: Run, name: str) -
   return jax.tree.map(take, arg.value)
 
 
-def join(plan: Plan, parts: dict[str, Any], as_list: bool) -> Any:
-  """Puts per-segment results together in layer order: a list of trees, or one tree of leaves [layers, ...].
+def join(plan: Plan, parts: Mapping[str, Any], as_list: bool, listed: bool) -> Any:
+  """Puts the results of all segments together in layer order: a list of trees, or one tree of leaves [layers, ...].
 
-  Raises ValueError for the stacked form where layers returned different structures.
+  `parts` are in the form that `cut` gives. Raises ValueError for the stacked form where layers returned different
+  structures.
   """
-  runs = [(segment, run, parts[segment.name][run.name] if segment.is_cycle else parts[segment.name])
-          for segment in plan for run in segment.runs]
-  if as_list:
-    out: list[Any] = [None] * plan.num_layers
-    for segment, run, tree in runs:
-      where = indices(plan, segment, run)
-      for at, layer in np.ndenumerate(where):
-        out[layer] = jax.tree.map(lambda x: x[at] if at else x, tree)
-    return out
-  first_segment, first_run, first = runs[0]
-  for segment, run, tree in runs:
-    if jax.tree.structure(tree) != jax.tree.structure(first):
-      raise ValueError(
-          f"layers return outputs of different structures, which cannot be stacked: {first_run.name!r} in segment "
-          f"{first_segment.name!r} returns {jax.tree.structure(first)}, {run.name!r} in {segment.name!r} returns "
-          f"{jax.tree.structure(tree)}; pass the per-layer argument as a list to get a list back")
-
+  if as_list or listed:
+    layers = _layers(plan, parts, listed)
+    if as_list:
+      return layers
+    _check_alike(plan, layers)
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
   pieces = []
   for segment in plan:
     of_runs = []
-    for s, run, tree in runs:
-      if s is segment:
-        grid = (segment.length, run.count)
-        of_runs.append(jax.tree.map(lambda x: jnp.reshape(x, (*grid, *jnp.shape(x)[len(segment.axes(run)):])), tree))
-    pieces.append(jax.tree.map(lambda *xs: _concatenate(xs, 1).reshape(-1, *xs[0].shape[2:]), *of_runs))
-  return jax.tree.map(lambda *xs: _concatenate(xs, 0), *pieces)
+    for run in segment.runs:
+      tree = unwrap(parts[segment.name][run.name] if segment.is_cycle else parts[segment.name])
+      rank = len(segment.axes(run))
+      grid = (segment.length, run.count)
+      of_runs.append(jax.tree.map(lambda x: jnp.reshape(x, (*grid, *jnp.shape(x)[rank:])), tree))
+    pieces.append((segment, of_runs))
+  _check_alike(plan, [tree for segment, trees in pieces for _ in range(segment.length)
+                      for run, tree in zip(segment.runs, trees) for _ in range(run.count)])
+  whole = [jax.tree.map(lambda *xs: _concatenate(xs, 1).reshape(-1, *xs[0].shape[2:]), *trees) for _, trees in pieces]
+  return jax.tree.map(lambda *xs: _concatenate(xs, 0), *whole)
+
+
+def wrap(output: Any, num_args: int) -> Any:
+  """A layer's output in the form of its per-layer arguments: one entry for each, where the output has as many."""
+  if output is None:
+    return None
+  return list(output) if num_args > 1 and isinstance(output, tuple) and len(output) == num_args else [output]
+
+
+def unwrap(item: Any) -> Any:
+  """The inverse of `wrap`."""
+  return item if item is None else item[0] if len(item) == 1 else tuple(item)
+
+
+def _layers(plan: Plan, parts: Mapping[str, Any], listed: bool) -> list[Any]:
+  out: list[Any] = []
+  for segment in plan:
+    part = parts[segment.name]
+    for step in range(segment.length):
+      for run in segment.runs:
+        for i in range(run.count):
+          at = ([step] if segment.length > 1 else []) + ([i] if run.count > 1 else [])
+          if listed:
+            item = part[step] if segment.length > 1 else part
+            item = item[run.name] if segment.is_cycle else item
+            out.append(unwrap(item[i] if run.count > 1 else item))
+          else:
+            item = part[run.name] if segment.is_cycle else part
+            out.append(unwrap(jax.tree.map(lambda x: x[tuple(at)], item) if at else item))
+  return out
+
+
+def _check_alike(plan: Plan, layers: Sequence[Any]) -> None:
+  first = jax.tree.structure(layers[0])
+  for i, tree in enumerate(layers):
+    if jax.tree.structure(tree) != first:
+      raise ValueError(f"layers return outputs of different structures, which cannot be stacked: layer 0 (segment "
+                       f"{plan.locate(0).segment!r}) returns {first}, layer {i} (segment {plan.locate(i).segment!r}) returns "
+                       f"{jax.tree.structure(tree)}; pass the per-layer argument as a list to get a list back")
 
 
 def _concatenate(xs: tuple[Any, ...], axis: int) -> Any:

@@ -208,6 +208,16 @@ class RematPolicy:
     return bool(self.offload) or self.carry == "offload"
 
   @property
+  def within(self) -> RematPolicy:
+    """The policy of a single layer inside the regions that `levels` and `every` make."""
+    if self.every > 1:
+      return RematPolicy("none")
+    if self.levels is None:
+      return self
+    # The carries inside a region are recomputed with it: to name them would keep one for every layer after all.
+    return dataclasses.replace(self, preset=None, carry="save", levels=None)
+
+  @property
   def names(self) -> tuple[str, ...]:
     """Every name that the policy speaks of."""
     return (*self.save, *self.offload)

@@ -1,0 +1,103 @@
+"""One call of a stack: which arguments every layer sees whole, which are per layer, and whether every layer takes them."""
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+import dataclasses
+import inspect
+from typing import Any
+
+import jax
+
+from linen_stack import lifts
+from linen_stack.per_layer import PerLayer, check, cut
+from linen_stack.plan import LayerSpec, Plan, Run, Segment, nearest
+from linen_stack.tags import tagged_names
+
+
+class _Slot:
+  """Stands in an argument where each layer's own part goes: part `index` of the per-layer arguments, or the layer index."""
+
+  def __init__(self, index: int | None):
+    self.index = index
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+  """The arguments of one call: `args` and `kwargs` with slots, and the per-layer values that fill the slots."""
+
+  plan: Plan
+  args: tuple[Any, ...]
+  kwargs: dict[str, Any]
+  per_layer: tuple[tuple[str, PerLayer], ...]
+  has_index: bool
+  as_list: bool
+  listed: bool
+  """Whether loops run in Python over lists: per-layer arguments came as a list of arrays, and nothing is to be stacked."""
+  seen: dict[str, set[str]] = dataclasses.field(default_factory=dict)
+  """Tags by segment, filled at initialisation."""
+
+  @classmethod
+  def of(cls, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], *, layer_index: str | None = None,
+         static_argnames: Iterable[str] = (), decode: str = "scan") -> Call:
+    """Raises TypeError or ValueError for arguments that a layer does not take, or that do not fit the plan."""
+    found: list[tuple[str, PerLayer]] = []
+
+    def slot(path, leaf):
+      if not isinstance(leaf, PerLayer):
+        return leaf
+      name = jax.tree_util.keystr(path[1:])
+      check(plan, leaf, name)
+      found.append((name, leaf))
+      return _Slot(len(found) - 1)
+
+    args, kwargs = jax.tree_util.tree_map_with_path(slot, (args, kwargs), is_leaf=lambda x: isinstance(x, PerLayer))
+    if layer_index is not None:
+      if layer_index in kwargs:
+        raise TypeError(f"argument {layer_index!r} is given by layer_index and was passed as well")
+      kwargs = {**kwargs, layer_index: _Slot(None)}
+    for spec in distinct_specs(plan):
+      signature = lifts.call_signature(spec.cls) if isinstance(spec.cls, type) else None
+      if signature is not None:
+        _bind(signature, spec, args, kwargs)
+      lifts.check_static(signature, tuple(static_argnames), (None, *args), kwargs)
+    lists = [arg for _, arg in found if arg.is_list]
+    arrays = any(map(lifts.is_array, jax.tree.leaves([arg.value for arg in lists])))
+    return cls(plan, args, kwargs, tuple(found), layer_index is not None, bool(lists), arrays and decode == "unroll")
+
+  def cut(self, segment: Segment, listed: bool) -> tuple[Any, Any]:
+    """A segment's parts of the per-layer arguments, and its layer indices in the same form (none if not asked for)."""
+    index = [("layer_index", PerLayer(list(range(self.plan.num_layers)), is_list=True))] if self.has_index else []
+    return cut(self.plan, self.per_layer, segment, listed), cut(self.plan, index, segment, listed)
+
+  def fill(self, parts: list[Any], index: list[Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """One layer's arguments."""
+    if not self.per_layer and not self.has_index:
+      return args, kwargs
+    put = lambda leaf: leaf if not isinstance(leaf, _Slot) else index[0] if leaf.index is None else parts[leaf.index]
+    return jax.tree.map(put, (args, kwargs))
+
+  def see(self, watch: Any, segment: Segment, run: Run, jaxpr: Any) -> None:
+    """Notes the tags of a layer's program, and hands it on to `watch`."""
+    self.seen.setdefault(segment.name, set()).update(tagged_names(jaxpr))
+    if watch is not None:
+      watch(segment, run, jaxpr)
+
+
+def class_name(spec: LayerSpec) -> str:
+  """How messages call a layer."""
+  return getattr(spec.cls, "__name__", spec.label)
+
+
+def distinct_specs(plan: Plan) -> list[LayerSpec]:
+  """One spec for every run."""
+  return [run.spec for segment in plan for run in segment.runs]
+
+
+def _bind(signature: inspect.Signature, spec: LayerSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+  try:
+    signature.bind(None, None, *args, **kwargs)
+  except TypeError as error:
+    names = [p.name for p in list(signature.parameters.values())[2:]]
+    wrong = [name for name in kwargs if name not in names]
+    hint = nearest(wrong[0], names) if wrong else f"it takes {', '.join(names) or 'hidden states only'}"
+    raise TypeError(f"layer {class_name(spec)}: {error}; {hint}") from None

@@ -1,0 +1,299 @@
+"""Loops over stacked variables: `scan`, one traced body for many layers, and `static_unroll`, the same as a Python loop.
+
+In pseudo-code, with `i` running over the layers:
+
+    carry, outputs = x, []
+    for i in range(length):
+      variables_i, rngs_i, args_i = stacked variables[i], split(rngs)[i], scanned args[i]
+      (carry, output), changed = target(variables_i, rngs_i, carry, *args_i, *broadcast args)
+      outputs.append(output); changes.append(changed)
+    return carry, stack(outputs), stack(changes)
+
+A variable of the target is in one of four places:
+
+    stacked    a slice goes into each step; what a step changed or made comes out, stacked. Parameters that nobody
+               changed never come out
+    in place   carried whole; each step takes its slice out and writes it back, so that one copy exists (caches)
+    carry      carried from step to step (`variable_carry`, and state of modules that all layers share)
+    whole      seen by every step (`variable_broadcast`, and parameters of modules that all layers share)
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import functools
+from typing import Any
+
+from flax import linen as nn
+from flax.core.scope import LazyRng, in_filter
+from flax.linen.transforms import lift_transform
+import jax
+import jax.numpy as jnp
+
+from linen_stack import lifts
+from linen_stack.stacked import check_carry, from_front, strong, to_front
+
+broadcast = nn.broadcast
+# An `in_axes` or `out_axes` of a Python loop: a list with one entry per step, not stacked.
+listed = object()
+
+
+def scan(target: Any, length: int, param_axis: int = 0, *, variable_axes: Mapping[Any, int] | None = None,
+         variable_broadcast: Any = False, variable_carry: Any = False, variable_in_place: Any = "cache",
+         split_rngs: Mapping[Any, bool] | None = None, in_axes: Any = broadcast, out_axes: Any = 0,
+         reverse: bool = False, unroll: int = 1, metadata_params: Mapping[Any, Any] | None = None, methods: Any = None,
+         update: bool = False, levels: Sequence[int] = (), region: Callable[..., Any] | None = None) -> Any:
+  """Applies a layer `length` times over stacked variables, tracing it once: `nn.scan` with `params` at `param_axis`.
+
+  The target is called as `(module, carry, *args, **kwargs)` and returns `(carry, output)`.
+
+  Args:
+    target: a module class, or a function whose first argument is a module.
+    length: the number of layers.
+    param_axis: axis of the layers in `params`. A leaf of lower rank is stacked at its last axis. Negative values count
+      from the end of the stacked leaf.
+    variable_axes: collection filter -> axis, for collections other than `params`. Default: all on axis 0.
+    variable_broadcast, variable_carry: collection filters, as in `nn.scan`. Variables of modules that do not belong to
+      the target (passed as attribute or argument) are always shared by all layers.
+    variable_in_place: filter of collections that are updated in one buffer, where they are mutable and exist already.
+    split_rngs: stream filter -> whether each layer gets a key of its own. Default: every stream is split.
+    in_axes: as in `nn.scan`; default: every layer sees all of an argument. Keyword arguments always are seen whole.
+    out_axes: as in `nn.scan`.
+    reverse, unroll: as in `jax.lax.scan`.
+    metadata_params: as in `nn.scan`; default: the stacked axis is named "layers".
+    methods: as in `nn.scan`.
+    update: each layer's output takes the place of its slice of the first argument (`in_axes` 0), in one buffer. Where
+      the outputs do not fit that argument, they are stacked as usual, at the price of a second trace.
+    levels: sizes of nested loops, outermost first, whose product is `length`. The stacked variables stay flat.
+    region: applied to the body of every loop of `levels` but the innermost, e.g. a `jax.checkpoint`.
+
+  Raises:
+    ValueError: stacked variables whose layer axis does not have the size `length`; a carry that changes.
+  """
+  return _lift_loop(target, methods, _Loop(
+      length, param_axis, variable_axes, variable_broadcast, variable_carry, variable_in_place, split_rngs, in_axes,
+      out_axes, reverse, unroll, metadata_params, update, tuple(levels), region))
+
+
+def static_unroll(target: Any, length: int, param_axis: int = 0, *, methods: Any = None, **options: Any) -> Any:
+  """`scan` run as a Python loop over the same stacked variables: same tree, keys, metadata and results.
+
+  Each layer is traced on its own, so a program grows with `length`; what it gains is straight-line code, which the
+  compiler can offload from under an outer loop. Takes the arguments of `scan`, but for `unroll`, `levels` and `region`.
+  """
+  for option in ("unroll", "levels", "region"):
+    if option in options:
+      raise TypeError(f"static_unroll is one fully unrolled loop; it takes no {option}")
+  return _lift_loop(target, methods, _Loop(length, param_axis, **options, rolled=False))
+
+
+def split_key(lazy: LazyRng, length: int) -> LazyRng:
+  """One key per layer, stacked; names that are still to be folded in stay so."""
+  return jax.tree.map(lambda key: jax.random.split(jax.random.clone(key), length), lazy)
+
+
+def _lift_loop(target: Any, methods: Any, loop: _Loop) -> Any:
+  if isinstance(loop.length, bool) or not isinstance(loop.length, int) or loop.length < 1:
+    raise ValueError(f"length must be an int of at least 1, not {loop.length!r}")
+
+  def lift(fn):
+    return lifts.lift_with_own_scope(fn, loop.stage, "scan")
+
+  return lift_transform(lift, target, methods=methods)
+
+
+class _NotAnUpdate(Exception):
+  """Outputs do not fit the argument that they should replace."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loop:
+  """The options of `scan` and the loop itself."""
+
+  length: int
+  param_axis: int = 0
+  variable_axes: Mapping[Any, int] | None = None
+  variable_broadcast: Any = False
+  variable_carry: Any = False
+  variable_in_place: Any = "cache"
+  split_rngs: Mapping[Any, bool] | None = None
+  in_axes: Any = broadcast
+  out_axes: Any = 0
+  reverse: bool = False
+  unroll: int = 1
+  metadata_params: Mapping[Any, Any] | None = None
+  update: bool = False
+  levels: tuple[int, ...] = ()
+  region: Callable[..., Any] | None = None
+  rolled: bool = True
+
+  @property
+  def metadata(self) -> Mapping[Any, Any]:
+    return {nn.PARTITION_NAME: "layers"} if self.metadata_params is None else self.metadata_params
+
+  def axis(self, collection: str) -> int:
+    if collection == "params":
+      return self.param_axis
+    for key, axis in ({True: 0} if self.variable_axes is None else self.variable_axes).items():
+      if in_filter(key, collection):
+        return axis
+    raise ValueError(f"collection {collection!r} has no place in variable_axes, variable_broadcast or variable_carry")
+
+  def place(self, collection: str, exists: bool, mutable: bool, own: bool) -> str:
+    if not own:
+      return "carry" if exists and mutable and collection != "params" else "whole"
+    if in_filter(self.variable_carry, collection):
+      return "carry"
+    if in_filter(self.variable_broadcast, collection):
+      return "whole"
+    return "in place" if exists and mutable and in_filter(self.variable_in_place, collection) else "stacked"
+
+  def splits(self, stream: str) -> bool:
+    rules = {True: True} if self.split_rngs is None else self.split_rngs
+    return next((split for key, split in rules.items() if in_filter(key, stream)), False)
+
+  def stage(self, pure, scopes, own, variables, rngs, carry, *args, **kwargs):
+    """What the lift does with the pure function of one layer; see `lifts.lift_with_own_scope`."""
+    run = functools.partial(self._run, pure, scopes, own, variables, rngs, carry, args, kwargs)
+    if self.update:
+      try:
+        return run(update=True)
+      except _NotAnUpdate:
+        pass
+    return run(update=False)
+
+  def _run(self, pure, scopes, own, variables, rngs, carry, args, kwargs, update):
+    where = "/".join(scopes[own].path) or "the stack"
+
+    def place(i, collection):
+      return self.place(collection, collection in variables[i], scopes[i].is_mutable_collection(collection), i == own)
+
+    def at(*places):
+      return tuple({c: v for c, v in cols.items() if place(i, c) in places} for i, cols in enumerate(variables))
+
+    def fronted(tree):
+      return tuple({c: to_front(v, self.axis(c), self.length, self.metadata, f"{where}: {c}") for c, v in cols.items()}
+                   for cols in tree)
+
+    whole, carried, stacked, in_place = at("whole"), at("carry"), fronted(at("stacked")), fronted(at("in place"))
+    initial = [not cols.get("params") for cols in variables]
+    split_keys = {s: split_key(key, self.length) for s, key in rngs[own].items() if self.splits(s)}
+    items, scanned = None, jax.tree.map(self._scanned, self.in_axes, args)
+    if update:
+      items, scanned = scanned[0], (None, *scanned[1:])
+    needs_index = update or any(in_place)
+
+    def body(state, xs):
+      carried, in_place, items, carry = state
+      i, stacked, split_keys, scanned = xs
+      if update:
+        scanned = (_take(items, i), *scanned[1:])
+      args_i = jax.tree.map(lambda axis, arg, part: arg if axis is broadcast else part, self.in_axes, args, scanned)
+      variables_i = tuple(a | b | c | d for a, b, c, d in zip(whole, carried, stacked, _take(in_place, i)))
+      keys_i = tuple({**keys, **split_keys} if j == own else keys for j, keys in enumerate(rngs))
+      result, out = pure(variables_i, keys_i, carry, *args_i, **kwargs)
+      if not isinstance(result, tuple) or len(result) != 2:
+        raise ValueError(f"{where}: a layer in a loop must return (carry, output), not {type(result).__name__}")
+      carry, output = check_carry(carry, result[0], where), result[1]
+      if update:
+        if not _fits(output, args_i[0]):
+          raise _NotAnUpdate
+        items, output = _put(items, output, i), None
+      states, places, made = [], [], ([], [])
+      for j, cols in enumerate(out):
+        of = {c: place(j, c) for c in cols}
+        late = next((c for c in cols if of[c] == "carry" and c not in variables[j]), None)
+        if late is not None:
+          raise ValueError(f"{where}: variable_carry collection {late!r} must exist before the loop")
+        states.append(lifts.merged(carried[j], {c: v for c, v in cols.items() if of[c] == "carry"}))
+        updated, new = _write(in_place[j], {c: v for c, v in cols.items() if of[c] == "in place"}, i)
+        places.append(updated)
+        made[0].append({**new, **{c: v for c, v in cols.items() if of[c] == "stacked"}})
+        made[1].append({c: v for c, v in cols.items() if of[c] == "whole"})
+      return (tuple(states), tuple(places), items, carry), (output, *made)
+
+    index = jnp.arange(self.length) if needs_index and self.rolled else list(range(self.length)) if needs_index else None
+    state = (carried, in_place, items, strong(carry))
+    (carried, final, items, carry), (output, stacks, shared) = self._drive(body, state, (index, stacked, split_keys, scanned))
+    if update:
+      output = items
+    elif self.out_axes is not listed:
+      output = jax.tree.map(lambda axis, y: jax.tree.map(lambda x: jnp.moveaxis(x, 0, axis), y), self.out_axes, output)
+    changed = []
+    for j, cols in enumerate(variables):
+      new = {c: from_front(v, self.axis(c), self.metadata) for c, v in stacks[j].items()}
+      old = {c: from_front(v, self.axis(c), self.metadata) for c, v in final[j].items()}
+      # A shared module's variables are made alike by every layer: the first one's are kept.
+      same = {c: jax.tree.map(lambda x: x[0], v) if initial[j] else v for c, v in shared[j].items()}
+      state_j = lifts.changed(carried[j], cols)
+      changed.append(lifts.merged(lifts.merged(state_j, old), lifts.merged(new, same)))
+    return (carry, output), tuple(changed)
+
+  def _scanned(self, axis: Any, arg: Any) -> Any:
+    if axis is broadcast or axis is listed:
+      return None if axis is broadcast else arg
+    return jax.tree.map(lambda x: jnp.moveaxis(x, axis, 0), arg)
+
+  def _drive(self, body, state, xs):
+    if not self.rolled:
+      return self._python_loop(body, state, xs)
+    *outer, size = self.levels or (self.length,)
+    loop = lambda state, xs: jax.lax.scan(body, state, xs, length=size, reverse=self.reverse, unroll=self.unroll)
+    for length in reversed(outer):
+      loop = functools.partial(jax.lax.scan, self.region(loop) if self.region else loop, length=length, reverse=self.reverse)
+    if outer:
+      xs = jax.tree.map(lambda x: x.reshape(*self.levels, *x.shape[1:]), xs)
+    state, ys = loop(state, xs)
+    if outer:
+      ys = jax.tree.map(lambda y: y.reshape(self.length, *y.shape[len(self.levels):]), ys)
+    return state, ys
+
+  def _python_loop(self, body, state, xs):
+    index, stacked, split_keys, scanned = xs
+
+    def part(i, axis, arg):
+      return arg[i] if axis is listed else _take(arg, i)
+
+    ys: list[Any] = [None] * self.length
+    for i in reversed(range(self.length)) if self.reverse else range(self.length):
+      parts = jax.tree.map(functools.partial(part, i), self.in_axes, scanned)
+      state, ys[i] = body(state, (index and index[i], _take(stacked, i), _take(split_keys, i), parts))
+    stack = lambda *trees: jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+    outputs, *made = zip(*ys)
+    return state, (list(outputs) if self.out_axes is listed else stack(*outputs), *(stack(*trees) for trees in made))
+
+
+def _take(tree: Any, i: Any) -> Any:
+  if isinstance(i, int):
+    return jax.tree.map(lambda x: jax.lax.index_in_dim(x, i, keepdims=False), tree)
+  return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
+
+
+def _put(tree: Any, part: Any, i: Any) -> Any:
+  return jax.tree.map(lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, i, 0), tree, part)
+
+
+def _fits(new: Any, old: Any) -> bool:
+  """Whether `new` can be written where `old` was taken from: same structure, shapes and dtypes."""
+  if jax.tree.structure(new) != jax.tree.structure(old):
+    return False
+  return all(jnp.shape(a) == jnp.shape(b) and jnp.result_type(a) == jnp.result_type(b)
+             for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(old)))
+
+
+def _write(old: Any, new: Mapping[str, Any], i: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+  """Writes a step's changes into the stacked variables; returns those, and what had no place in them."""
+  updated, rest = dict(old), {}
+  for key, value in new.items():
+    if key not in old:
+      rest[key] = value
+    elif isinstance(value, Mapping):
+      updated[key], inner = _write(old[key], value, i)
+      if inner:
+        rest[key] = inner
+    else:
+      if not _fits(value, jax.tree.map(lambda x: x[0], old[key])):
+        raise ValueError(f"variable {key!r} is updated in place and must keep its structure, shape and dtype, "
+                         f"{jax.tree.map(jnp.shape, value)} does not fit {jax.tree.map(jnp.shape, old[key])}")
+      updated[key] = _put(old[key], value, i)
+  return updated, rest

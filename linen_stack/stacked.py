@@ -1,0 +1,90 @@
+"""Stacked leaves and carries: where the layer axis of a leaf is, its name in partition metadata, and what may be carried."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+
+
+def stacked_axis(axis: int, rank: int) -> int:
+  """Where the layer axis of a stacked leaf of `rank` dimensions is: `axis`, or its last where it has fewer."""
+  return max(rank + axis, 0) if axis < 0 else min(axis, rank - 1)
+
+
+def is_box(x: Any) -> bool:
+  """Whether a variable is wrapped in partition metadata."""
+  return isinstance(x, nn.meta.AxisMetadata)
+
+
+def value(x: Any) -> Any:
+  """The array in a box, as it is: without a sharding constraint."""
+  return x.unbox(apply_constraint=False) if isinstance(x, nn.meta.Partitioned) else x.unbox() if is_box(x) else x
+
+
+def to_front(tree: Any, axis: int, length: int, metadata: Mapping[Any, Any], where: str) -> Any:
+  """Stacked leaves with their layer axis first, and its name taken out of their boxes.
+
+  Raises ValueError for a leaf whose layer axis does not have the size `length`, or not the name in `metadata`.
+  """
+
+  def move(path, leaf):
+    array, name = value(leaf), metadata.get(nn.PARTITION_NAME)
+    shape = jnp.shape(array)
+    at = stacked_axis(axis, len(shape)) if shape else 0
+    path = where + jax.tree_util.keystr(path)
+    if not shape or shape[at] != length:
+      others = [i for i, size in enumerate(shape) if size == length]
+      hint = f"a size of {length} is on axis {others[0]}: was it stacked along another axis?" if others else \
+          "it looks like the variables of a single layer: was it saved with scan=False?"
+      raise ValueError(f"{path}: expected {length} layers on axis {at}, found shape {shape}; {hint}")
+    if is_box(leaf):
+      names = getattr(leaf, "names", None)
+      if names is not None and (len(names) <= at or names[at] != name):
+        raise ValueError(f"{path}: axis {at} should be named {name!r} in the partition metadata, found {names}")
+      leaf = leaf.remove_axis(at, metadata)
+    array = jnp.moveaxis(array, at, 0) if at else array
+    return leaf.replace_boxed(array) if is_box(leaf) else array
+
+  return jax.tree_util.tree_map_with_path(move, tree, is_leaf=is_box)
+
+
+def from_front(tree: Any, axis: int, metadata: Mapping[Any, Any]) -> Any:
+  """The inverse of `to_front`."""
+
+  def move(leaf):
+    array = value(leaf)
+    at = stacked_axis(axis, jnp.ndim(array))
+    array = jnp.moveaxis(array, 0, at) if at else array
+    return leaf.replace_boxed(array).add_axis(at, metadata) if is_box(leaf) else array
+
+  return jax.tree.map(move, tree, is_leaf=is_box)
+
+
+def strong(tree: Any) -> Any:
+  """Gives every leaf a dtype of its own, so that a weakly typed carry does not make a loop trace its body twice."""
+
+  def fix(x):
+    is_key = hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
+    return x if is_key else jax.lax.convert_element_type(x, jnp.result_type(x))
+
+  return jax.tree.map(fix, tree)
+
+
+def check_carry(before: Any, after: Any, layer: str) -> Any:
+  """`after` with strong types. Raises ValueError where it is not, leaf for leaf, what `before` was."""
+  (old, old_tree), (new, new_tree) = jax.tree_util.tree_flatten_with_path(before), jax.tree_util.tree_flatten_with_path(after)
+  if old_tree != new_tree:
+    raise ValueError(f"{layer} changed the structure of the hidden states from {old_tree} to {new_tree}; "
+                     "a layer must return what it was given, and may return (hidden states, output)")
+  for (path, a), (_, b) in zip(old, new):
+    at = f" at {jax.tree_util.keystr(path)}" if path else ""
+    if jnp.shape(a) != jnp.shape(b):
+      raise ValueError(f"{layer} changed the shape of the hidden states{at} from {jnp.shape(a)} to {jnp.shape(b)}")
+    if jnp.result_type(a) != jnp.result_type(b):
+      raise ValueError(f"{layer} changed the dtype of the hidden states{at} from {jnp.result_type(a)} to {jnp.result_type(b)}"
+                       f"; usually its parameters promoted them: give its modules dtype={jnp.result_type(a)}, or end the "
+                       "layer with x.astype(inputs.dtype)")
+  return strong(after)

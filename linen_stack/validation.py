@@ -1,0 +1,126 @@
+"""Checks of a stack's options, before anything is traced."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from linen_stack import lifts
+from linen_stack.calls import class_name, distinct_specs
+from linen_stack.plan import Plan, Segment, nearest
+from linen_stack.policies import RematPolicy
+
+_CHOICES = {"inner": ("auto", "scan", "unroll"), "barrier": ("cse", "loop"), "decode": ("unroll", "scan")}
+
+
+def check_stack(stack: Any) -> None:
+  """Raises TypeError or ValueError for options of a `StackedDecoder` that cannot be."""
+  plan = stack.plan
+  if not isinstance(plan, Plan):
+    raise TypeError(f"plan must be a Plan or a Segment, not {plan!r}; Plan.homogeneous(spec, num_layers) makes one")
+  for name in ("scan", "collect_outputs"):
+    if not isinstance(getattr(stack, name), bool):
+      raise TypeError(f"{name} must be True or False, not {getattr(stack, name)!r}")
+  for name in ("param_axis", "unroll"):
+    value = getattr(stack, name)
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+      raise TypeError(f"{name} must be an int, not {value!r}")
+  if stack.unroll < 1:
+    raise ValueError(f"unroll must be at least 1, not {stack.unroll}")
+  for name, choices in _CHOICES.items():
+    value = getattr(stack, name)
+    if value not in choices:
+      raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}; {nearest(str(value), choices)}")
+  _check_policies(stack)
+  _check_offload(stack)
+  _check_names(stack)
+  _check_arguments(stack)
+
+
+def _check_policies(stack: Any) -> None:
+  names = [segment.name for segment in stack.plan]
+  if isinstance(stack.remat, Mapping):
+    for name in stack.remat:
+      if name not in names:
+        raise ValueError(f"remat names segment {name!r}, which the plan does not have; {nearest(str(name), names)}")
+    missing = [name for name in names if name not in stack.remat]
+    if missing:
+      raise ValueError(f"remat gives no policy for segment {missing[0]!r}; name one for each of {', '.join(names)}")
+  for segment in stack.plan:
+    policy = stack.policy(segment.name)
+    if policy.offloads:
+      _check_memory_kind(policy.offload_dst)
+    if policy.levels is not None or policy.every > 1:
+      if not stack.scan or stack.unroll > 1:
+        raise ValueError(f"segment {segment.name!r}: {'levels' if policy.levels else 'every'} shapes the loop over layers and "
+                         "needs scan=True and unroll=1")
+      levels(segment, policy)
+
+
+def levels(segment: Segment, policy: RematPolicy) -> tuple[int, ...]:
+  """The nested loops over a segment's repeats that a policy asks for; () for one plain loop.
+
+  Raises ValueError where they do not come out even, with the sizes that would.
+  """
+  at, size = f"segment {segment.name!r} of {segment.length} repeats", len(segment.block)
+  divisors = [d for d in range(1, segment.length + 1) if segment.length % d == 0]
+  if policy.levels is not None:
+    if math.prod(policy.levels) != segment.length:
+      raise ValueError(f"levels={policy.levels} multiply to {math.prod(policy.levels)}, but {at} needs {segment.length}; its "
+                       f"divisors are {', '.join(map(str, divisors))}. remat={{segment: policy}} gives each its own")
+    if policy.offload and len(policy.levels) > 2:
+      raise ValueError(f"levels={policy.levels}: values can be offloaded from two nested loops, not from {len(policy.levels)}")
+    return policy.levels
+  if policy.every == 1 or (segment.length == 1 and size <= policy.every):
+    return ()
+  if policy.every % size or segment.length % (policy.every // size):
+    raise ValueError(f"every={policy.every} layers do not divide {at} of {size} layer{'s' if size > 1 else ''}; possible are "
+                     f"{', '.join(str(d * size) for d in divisors)}. remat={{segment: policy}} gives each its own")
+  return (segment.length // (policy.every // size), policy.every // size)
+
+
+def _check_offload(stack: Any) -> None:
+  offload = stack.offload_params
+  if not isinstance(offload, (bool, int)) and not callable(offload):
+    raise TypeError(f"offload_params must be a bool, a number of bytes or select(path, leaf), not {offload!r}")
+  if offload is not False and stack.scan and stack.param_axis != 0:
+    raise ValueError(f"offload_params needs param_axis=0, not {stack.param_axis}: along another axis the whole stack would be "
+                     "copied to take one layer out of it; restack the checkpoint, or keep the parameters on device")
+
+
+def _check_names(stack: Any) -> None:
+  for name in ("shared_rngs", "static_argnames"):
+    value = getattr(stack, name)
+    if not isinstance(value, (list, tuple)) or not all(isinstance(entry, str) for entry in value):
+      raise TypeError(f"{name} must be a tuple of names, not {value!r}")
+  if not stack.scan:
+    apart = [f"{segment.name}_{i}" for segment in stack.plan for i in range(segment.num_layers)]
+    if len(set(apart)) < len(apart):
+      twice = next(name for name in apart if apart.count(name) > 1)
+      raise ValueError(f"scan=False: two layers would be named {twice!r}; rename a segment of "
+                       f"{', '.join(segment.name for segment in stack.plan)}")
+
+
+def _check_arguments(stack: Any) -> None:
+  if stack.layer_index is not None and not isinstance(stack.layer_index, str):
+    raise TypeError(f"layer_index must be the name of an argument, not {stack.layer_index!r}")
+  index = () if stack.layer_index is None else (stack.layer_index,)
+  for spec in distinct_specs(stack.plan):
+    signature = lifts.call_signature(spec.cls) if isinstance(spec.cls, type) else None
+    if signature is None or any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
+      continue
+    known = list(signature.parameters)[1:]
+    for option, names in (("static_argnames", stack.static_argnames), ("layer_index", index)):
+      for name in names:
+        if name not in known:
+          raise ValueError(f"{option}: layer {class_name(spec)} has no argument {name!r}; {nearest(name, known[1:])}")
+
+
+def _check_memory_kind(kind: str) -> None:
+  kinds = sorted({memory.kind for memory in jax.local_devices()[0].addressable_memories()})
+  if kind not in kinds:
+    raise ValueError(f"the policy offloads to {kind!r}, which {jax.default_backend()} devices do not have; "
+                     f"they have {', '.join(kinds)}")
