@@ -10,6 +10,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from linen_stack.models.layers import DType, Projection, RMSNorm, require_count
+from linen_stack.per_layer import per_layer
 
 Array = jax.Array
 
@@ -76,10 +77,7 @@ class LanguageModel(nn.Module):
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
       raise TypeError(f"tokens must be integers [batch, seq], not {tokens.dtype} {tokens.shape}")
     # Only what is given is handed on: layers without a mask, positions or a cache need not accept them.
-    given = {"mask": mask, "positions": positions, "kv_cache": kv_cache}
-    if kv_cache is not None:
-      from linen_stack.per_layer import per_layer
-      given["kv_cache"] = per_layer(kv_cache)
+    given = {"mask": mask, "positions": positions, "kv_cache": None if kv_cache is None else per_layer(kv_cache)}
     given = {name: value for name, value in given.items() if value is not None}
     x = self.stack(self.token_embed(tokens), **given, deterministic=deterministic)
     if kv_cache is not None:
