@@ -15,14 +15,17 @@ Reading is strict: an unknown key, a wrong type or a missing value raises with t
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 import copy
 import dataclasses
 import inspect
 import pathlib
 from typing import Any
 
+from absl import logging
+
 from linen_stack import config_reader as reader
+from linen_stack import maxtext
 from linen_stack.config_sections import ModelConfig, SpecConfig, StackOptions, TrainConfig
 from linen_stack.plan import LayerSpec, Plan, Segment, nearest
 from linen_stack.policies import RematPolicy
@@ -60,6 +63,19 @@ class StackConfig:
     Raises FileNotFoundError where there is neither.
     """
     return cls.from_dict(reader.load_yaml(find(path)))
+
+  @classmethod
+  def from_maxtext(cls, config: Mapping[str, Any],
+                   layer: Callable[[maxtext.LayerKind, int], LayerSpec] | None = None) -> StackConfig:
+    """Reads a MaxText config. `linen_stack.maxtext` says which fields, and which layers need `layer(kind, index)`.
+
+    The names of the fields that are ignored are logged. Raises ValueError or TypeError, with the field, for what cannot be
+    honoured.
+    """
+    translation = maxtext.translate(config, layer)
+    if translation.ignored:
+      logging.info("Not about the decoder stack, ignored: %s", ", ".join(map(str, translation.ignored)))
+    return cls.from_dict(translation.config)
 
   def to_dict(self) -> dict[str, Any]:
     """The config as plain dicts, lists and values, defaults written out: what `from_dict` reads back as an equal one."""
