@@ -1,2 +1,4 @@
 """What a stack does with memory and names, told before it runs: audit, residuals and gradients against full remat."""
+from linen_stack.inspect.audit import AuditReport, Finding, Tagged, audit
+from linen_stack.inspect.gradients import GradientReport, check_gradients
 from linen_stack.inspect.residuals import Residual, ResidualReport, residuals

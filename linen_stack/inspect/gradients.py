@@ -1,0 +1,163 @@
+"""`check_gradients`: whether a policy leaves the gradients alone, on the device at hand."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+import dataclasses
+from typing import Any
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from linen_stack import per_layer
+from linen_stack.inspect import render
+from linen_stack.inspect.watch import Place, Watch, watching
+
+# Gradients that are zero but for rounding are not compared with themselves: this part of the largest one is the least scale.
+_LEAST_SCALE = 1e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientReport:
+  """How far gradients under a policy are from those under full remat. Prints as a few lines."""
+
+  rtol: float
+  largest: float
+  """The largest relative difference of all; inf where a gradient is not finite."""
+
+  leaf: str | None
+  """Path of the first gradient that differs by more than `rtol`; None: none does."""
+
+  layer: int | None
+  """Index in the decoder of the first layer for which it does; None for a leaf that belongs to no layer."""
+
+  differences: tuple[tuple[str, float], ...]
+  """The largest relative difference of each gradient, by path."""
+
+  @property
+  def ok(self) -> bool:
+    return self.leaf is None
+
+  def __str__(self) -> str:
+    lines = [f"gradients under the policy and under full remat: largest relative difference {self.largest:.3g}, "
+             f"allowed {self.rtol:.3g}, {render.plural(len(self.differences), 'array')}"]
+    if not self.ok:
+      layer = "" if self.layer is None else f", in layer {self.layer}"
+      lines.append(f"first that differs: {self.leaf}{layer}")
+    return "\n".join(lines)
+
+
+def check_gradients(stack: nn.Module, *args: Any, rtol: float = 1e-5, seed: int = 0, **kwargs: Any) -> GradientReport:
+  """Compares gradients of all parameters and floating arguments under the stack's policy with those under full remat.
+
+  Runs on the default device. Every layer gets weights of its own, so that mixed-up layers show: parameters are
+  initialised and then disturbed. Differences are relative to the largest gradient in a layer's part of an array.
+
+  Args:
+    stack: a `StackedDecoder`, or a module that contains one or several.
+    *args, **kwargs: arguments of its call, arrays with values.
+    rtol: the largest relative difference allowed.
+    seed: of parameters, dropout and the cotangent of the output.
+
+  Raises:
+    TypeError: no module, or arguments without values.
+    ValueError: the module calls no `StackedDecoder`; a policy that does not fit its layers, as `init` raises it.
+  """
+  if not isinstance(stack, nn.Module):
+    raise TypeError(f"stack must be a StackedDecoder or a module that contains one, not {stack!r}")
+  if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves((args, kwargs))):
+    raise TypeError("check_gradients computes gradients and needs arrays with values, not jax.ShapeDtypeStruct")
+  key = jax.random.key(seed)
+  rngs = {"params": key, "dropout": jax.random.fold_in(key, 1)}
+  with watching() as watch:
+    variables = stack.init(rngs, *args, **kwargs)
+  if not watch.stacks:
+    raise ValueError(f"{type(stack).__name__} calls no StackedDecoder when it is initialised")
+  params = _disturbed(variables.get("params", {}), jax.random.fold_in(key, 2))
+  leaves, tree = jax.tree.flatten((params, args, kwargs))
+  floats = {i: jnp.asarray(leaf) for i, leaf in enumerate(leaves)
+            if isinstance(leaf, (jax.Array, np.ndarray, np.generic)) and jnp.issubdtype(leaf.dtype, np.inexact)}
+
+  def call(floats):
+    params, args, kwargs = tree.unflatten([floats.get(i, leaf) for i, leaf in enumerate(leaves)])
+    out = stack.apply({**variables, "params": params}, *args, rngs=rngs, **kwargs)
+    return [leaf for leaf in jax.tree.leaves(out) if jnp.issubdtype(leaf.dtype, np.inexact)]
+
+  def gradients(floats):
+    out, back = jax.vjp(call, floats)
+    keys = jax.random.split(jax.random.fold_in(key, 3), len(out))
+    return back([jax.random.normal(k, leaf.shape, leaf.dtype) for k, leaf in zip(keys, out)])[0]
+
+  # The function is made anew for each, as jax would take two equal ones for one.
+  found = []
+  for remat in (None, "full"):
+    with watching(remat=remat):
+      found.append(jax.device_get(jax.jit(lambda floats: gradients(floats))(floats)))  # pylint: disable=unnecessary-lambda
+  paths = [path for path, _ in jax.tree_util.tree_leaves_with_path((params, args, kwargs))]
+  return _compare({_label(paths[i]): (found[0][i], found[1][i]) for i in floats}, watch, rtol)
+
+
+def _disturbed(params: Any, key: jax.Array) -> Any:
+  """Parameters with a tenth of their size added at random, also to those that start as ones or zeros."""
+  leaves, tree = jax.tree.flatten(params)
+
+  def disturb(leaf, key):
+    if not jnp.issubdtype(leaf.dtype, np.floating):
+      return leaf
+    scale = jnp.sqrt(jnp.mean(jnp.square(leaf)))
+    return leaf + (0.1 * jnp.where(scale > 0, scale, 1) * jax.random.normal(key, leaf.shape)).astype(leaf.dtype)
+
+  return tree.unflatten(map(disturb, leaves, jax.random.split(key, max(len(leaves), 1))))
+
+
+def _label(path: Any) -> str:
+  words = jax.tree_util.keystr(path[1:], simple=True, separator="/")
+  return words if path[0].idx == 0 else f"argument {words}"
+
+
+def _compare(pairs: dict[str, tuple[Any, Any]], watch: Watch, rtol: float) -> GradientReport:
+  wide = {label: tuple(np.asarray(x).astype(np.complex128 if np.iscomplexobj(x) else np.float64) for x in pair)
+          for label, pair in pairs.items()}
+  least = _LEAST_SCALE * max((np.max(np.abs(b), initial=0.0) for _, b in wide.values()), default=0.0)
+  first: tuple[str, int | None] | None = None
+  differences = []
+  for label, (a, b) in wide.items():
+    worst = 0.0
+    for layer, part_a, part_b in _layers(label, a, b, watch):
+      scale = max(np.max(np.abs(part_b), initial=0.0), least)
+      apart = float(np.max(np.abs(part_a - part_b), initial=0.0) / scale) if scale else 0.0
+      apart = apart if np.isfinite(apart) else float("inf")
+      worst = max(worst, apart)
+      if apart > rtol and first is None:
+        first = (label, layer)
+    differences.append((label, worst))
+  leaf, layer = first if first is not None else (None, None)
+  return GradientReport(rtol, max((worst for _, worst in differences), default=0.0), leaf, layer, tuple(differences))
+
+
+def _layers(label: str, a: np.ndarray, b: np.ndarray, watch: Watch) -> Iterator[tuple[int | None, np.ndarray, np.ndarray]]:
+  """Two gradients cut into layers, with the layers' indices in the decoder."""
+  keys = tuple(label.split("/"))
+  for path, index in watch.layers.items():
+    if keys[:len(path)] != path:
+      continue
+    place = watch.places[index]
+    stack = watch.stacks[place.stack]
+    if not stack.scan:
+      yield stack.plan.offset(place.segment.name) + int(path[-1].rsplit("_", 1)[1]), a, b
+      return
+    where = per_layer.indices(stack.plan, place.segment, place.run)
+    a, b = (_layers_first(x, place, stack.param_axis) for x in (a, b))
+    for at in np.ndindex(where.shape):
+      yield int(where[at]), a[at], b[at]
+    return
+  yield None, a, b
+
+
+def _layers_first(x: np.ndarray, place: Place, param_axis: int) -> np.ndarray:
+  for front, _ in enumerate(place.segment.axes(place.run)):
+    rank = x.ndim - front
+    at = max(rank + param_axis, 0) if param_axis < 0 else min(param_axis, rank - 1)
+    x = np.moveaxis(x, front + at, front)
+  return x
