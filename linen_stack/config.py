@@ -111,11 +111,7 @@ class StackConfig:
     specs = {name: self._spec(spec, f"model.specs.{name}", name) for name, spec in model.specs.items()}
 
     def named(entry: str | SpecConfig, where: str) -> LayerSpec:
-      if isinstance(entry, SpecConfig):
-        return self._spec(entry, where)
-      if entry not in specs:
-        raise ValueError(f"{where}: no spec {entry!r} in model.specs; {nearest(entry, specs)}")
-      return specs[entry]
+      return self._spec(entry, where) if isinstance(entry, SpecConfig) else specs[entry]
 
     with reader.errors_about("model"):
       if model.segments is not None:
@@ -125,7 +121,7 @@ class StackConfig:
             for i, segment in enumerate(model.segments)))
       if model.pattern is None:
         return Plan.homogeneous(self._spec(own, "model"), model.num_layers)
-      pattern = [named(entry, f"model.pattern.{i}") for i, entry in enumerate(model.pattern)]
+      pattern = [specs[entry] for entry in model.pattern]
       return Plan.from_layers(pattern) if model.num_layers is None else Plan.cycle(pattern, model.num_layers)
 
   def _spec(self, spec: SpecConfig, where: str, name: str | None = None) -> LayerSpec:

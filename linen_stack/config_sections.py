@@ -8,6 +8,7 @@ import typing
 from typing import Any
 
 from linen_stack import config_reader as reader
+from linen_stack.plan import nearest
 from linen_stack.stack import StackedDecoder
 
 
@@ -76,10 +77,18 @@ class ModelConfig:
         reader.dtype(getattr(self, name), f"model.{name}")
 
   def _check_use(self):
-    """Raises where something is said that no layer would take."""
+    """Raises for names that are no spec, and where something is said that no layer would take."""
     if self.segments is None and self.pattern is None:
       return
-    entries = self.pattern or [entry for segment in self.segments for entry in segment.block]
+    if self.pattern is not None:
+      keyed = {f"model.pattern.{i}": entry for i, entry in enumerate(self.pattern)}
+    else:
+      keyed = {f"model.segments.{i}.block.{j}": entry
+               for i, segment in enumerate(self.segments) for j, entry in enumerate(segment.block)}
+    for key, entry in keyed.items():
+      _require(isinstance(entry, SpecConfig) or entry in self.specs,
+               f"{key}: no spec {entry!r} in model.specs; {nearest(str(entry), self.specs)}")
+    entries = list(keyed.values())
     for name in self.specs:
       _require(name in entries, f"model.specs.{name}: no layer is of this kind; leave it out")
     specs = [*self.specs.values(), *(entry for entry in entries if isinstance(entry, SpecConfig))]

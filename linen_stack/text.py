@@ -40,8 +40,8 @@ def read(path: str | None) -> Text:
   """
   if path is None:
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
-    files = [file for file in _files(root) if file.suffix == ".py" and not {*file.relative_to(root).parts} & {*_NOT_SOURCE}]
-    pieces, origin = _until([_bytes(file) for file in files], STDLIB_BYTES), "source of the Python standard library"
+    files = [file for file in _files(root, _NOT_SOURCE) if file.suffix == ".py"]
+    pieces, origin = _read_until(files, STDLIB_BYTES), "source of the Python standard library"
   else:
     root = pathlib.Path(path)
     files = _files(root) if root.is_dir() else [root]
@@ -56,23 +56,24 @@ def read(path: str | None) -> Text:
   return split(texts, origin)
 
 
-def _files(root: pathlib.Path) -> list[pathlib.Path]:
-  """All files below `root` but hidden ones, in the order of their paths."""
+def _files(root: pathlib.Path, skip: Sequence[str] = ()) -> list[pathlib.Path]:
+  """All files below `root`, in the order of their paths; without hidden ones and folders named in `skip`."""
   found = []
   for folder, folders, names in os.walk(root):
-    folders[:] = [name for name in folders if not name.startswith(".")]
+    folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
     found += [pathlib.Path(folder, name) for name in names if not name.startswith(".")]
   return sorted((file for file in found if file.is_file()), key=lambda file: file.relative_to(root).as_posix())
 
 
-def _bytes(file: pathlib.Path) -> bytes:
-  return file.read_bytes()
-
-
-def _until(pieces: Sequence[bytes], size: int) -> list[bytes]:
-  """The first pieces that together do not exceed `size`."""
-  ends = np.cumsum([len(piece) for piece in pieces])
-  return list(pieces[:int(np.searchsorted(ends, size, side="right"))])
+def _read_until(files: Sequence[pathlib.Path], size: int) -> list[bytes]:
+  """The contents of the first files that together do not exceed `size`."""
+  pieces, total = [], 0
+  for file in files:
+    pieces.append(file.read_bytes())
+    total += len(pieces[-1])
+    if total > size:
+      return pieces[:-1]
+  return pieces
 
 
 def _is_text(piece: bytes) -> bool:

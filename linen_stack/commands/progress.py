@@ -44,7 +44,7 @@ class Progress:
     if self._bar is not None:
       self._bar.update(self._task, completed=done, note=f"{note} {self._rate(done)}".strip())
     elif done % self._every == 0 or done == self._total:
-      print(f"{self._what} {done}/{self._total}  {note}  {self._rate(done)}".replace("    ", "  "), flush=True)
+      print("  ".join(filter(None, [f"{self._what} {done}/{self._total}", note, self._rate(done)])), flush=True)
       self._mark = (done, time.perf_counter())
 
   def _rate(self, done: int) -> str:
