@@ -391,6 +391,25 @@ def test_model_with_mask_positions_and_caches():
   close(jnp.concatenate(outputs, 1), whole, 1e-5)
 
 
+def test_cache_collection_through_a_cycle_with_a_remainder():
+  def cycle(**options):
+    specs = [LayerSpec(DecoderLayer, name, **SIZES, window=window, **options)
+             for name, window in (("whole", None), ("near", 2))]
+    return LanguageModel(StackedDecoder(Plan.cycle(specs, 5)), vocab=11, embed=16)
+
+  lm = cycle(decode=True, cache_length=SEQ)
+  params = variables_of(lm, TOKENS)
+  cache = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes(lm, TOKENS)["cache"])
+  outputs = []
+  for part in chunks(5, 1, 1):
+    logits, new = run(lm, {**params, "cache": cache}, TOKENS[:, part], mutable=("cache",))
+    cache = new["cache"]
+    outputs.append(logits)
+  assert cache["layers"]["near"]["cached_key"].shape == (2, BATCH, SEQ, 4, 4)
+  assert cache["layers_remainder"]["cache_index"] == SEQ and (cache["layers"]["whole"]["cache_index"] == SEQ).all()
+  close(jnp.concatenate(outputs, 1), run(cycle(), params, TOKENS), 1e-5)
+
+
 class Plain(nn.Module):
   """A layer that takes no mask, positions or cache."""
 

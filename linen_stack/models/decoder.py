@@ -1,4 +1,4 @@
-"""The reference decoder layer: pre-norm attention and SwiGLU around a residual stream, in the style of Llama and Qwen3."""
+"""The reference decoder layer: pre-norm attention and SwiGLU around a residual stream, as in Llama and Qwen3."""
 from __future__ import annotations
 
 import functools

@@ -41,6 +41,19 @@ def init_cache(model: Any, batch: int, length: int, dtype: DType = jnp.float32) 
   return caches
 
 
+class _Static:
+  """A model as a static argument. Models need not be hashable (a policy per segment is a dict), only comparable."""
+
+  def __init__(self, model: nn.Module):
+    self.model = model
+
+  def __eq__(self, other: Any) -> bool:
+    return isinstance(other, _Static) and (self.model is other.model or self.model == other.model)
+
+  def __hash__(self) -> int:
+    return hash((type(self.model), self.model.vocab))
+
+
 def generate(model: nn.Module, variables: Any, prompt: Array, num_tokens: int, *, temperature: float = 0.0,
              key: Array | None = None) -> Array:
   """The tokens `[batch, num_tokens]` that follow prompt `[batch, seq]`.
@@ -73,15 +86,15 @@ def generate(model: nn.Module, variables: Any, prompt: Array, num_tokens: int, *
   if temperature > 0 and key is None:
     raise ValueError(f"temperature {temperature} draws tokens at random: pass key=jax.random.key(...)")
   if temperature == 0:
-    return _generate(model, variables, prompt, None, None, num_tokens)
-  return _generate(model, variables, prompt, temperature, key, num_tokens)
+    return _generate(_Static(model), variables, prompt, None, None, num_tokens)
+  return _generate(_Static(model), variables, prompt, temperature, key, num_tokens)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "num_tokens"))
-def _generate(model: nn.Module, variables: Any, prompt: Array, temperature: Array | None, key: Array | None,
+@functools.partial(jax.jit, static_argnames=("static", "num_tokens"))
+def _generate(static: _Static, variables: Any, prompt: Array, temperature: Array | None, key: Array | None,
               num_tokens: int) -> Array:
   """The compiled part of `generate`: prefill, then a loop that carries the caches. No temperature: the likeliest."""
-  batch, seq = prompt.shape
+  model, (batch, seq) = static.model, prompt.shape
   keys = None if key is None else jax.random.split(key, num_tokens)
 
   def choose(logits: Array, key: Array | None) -> Array:

@@ -90,7 +90,7 @@ def rotary(x: Array, positions: Array, theta: float) -> Array:
 
 
 def empty_cache(batch: int, length: int, num_kv_heads: int, head_dim: int, dtype: DType = jnp.float32) -> KVCache:
-  """A key-value cache with room for `length` tokens: key and value `[batch, length, kv_heads, head_dim]`, index `[]`."""
+  """An empty cache for `length` tokens: key and value `[batch, length, kv_heads, head_dim]`, index `[]`."""
   shape = (batch, length, num_kv_heads, head_dim)
   return {"key": jnp.zeros(shape, dtype), "value": jnp.zeros(shape, dtype), "index": jnp.zeros((), jnp.int32)}
 
@@ -130,7 +130,8 @@ def extend_cache(cache: KVCache, key: Array, value: Array) -> KVCache:
 def _full_rank(mask: Array, shape: tuple[int, ...]) -> Array:
   """The mask with four dimensions. Raises where it is not boolean or does not broadcast to `shape`."""
   if jnp.result_type(mask) != jnp.bool_:
-    raise TypeError(f"mask must be boolean (True: attend), not {jnp.result_type(mask)}; of an additive mask, pass mask == 0")
+    raise TypeError(f"mask must be boolean (True: attend), not {jnp.result_type(mask)}; "
+                    "of an additive mask, pass mask == 0")
   mask = jnp.asarray(mask)
   try:
     fits = jnp.broadcast_shapes(mask.shape, shape) == shape
