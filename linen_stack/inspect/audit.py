@@ -17,6 +17,7 @@ from linen_stack.plan import nearest
 from linen_stack.policies import CARRY_NAME, RematPolicy
 from linen_stack.stack import StackedDecoder
 from linen_stack.tags import Tag, equations, inner_jaxprs, tags
+from linen_stack.validation import levels
 
 Action = Literal["saved", "offloaded", "recomputed", "kept (no remat)"]
 Severity = Literal["error", "warning", "info"]
@@ -128,9 +129,7 @@ def audit(stack: nn.Module, *args: Any, **kwargs: Any) -> AuditReport:
     findings += _names(found, layers)
     for place, (jaxpr, tagged) in layers.items():
       policy = found.policy(place.segment.name)
-      of_run = _tagged(place, policy, tagged)
-      if all(row.name != CARRY_NAME for row in of_run):
-        of_run = [*_carry(place, policy, watch), *of_run]
+      of_run = [*_carry(place, policy, found, watch), *_tagged(place, policy, tagged)]
       findings += [*_layer(place, policy, jaxpr, tagged), *_stacking(place, policy, found, of_run), *_small(place, of_run)]
       rows += of_run
   order = {"error": 0, "warning": 1, "info": 2}
@@ -157,17 +156,28 @@ def _where(place: Place) -> str:
   return f"{stack}segment {place.segment.name!r}{run}"
 
 
-def _carry(place: Place, policy: RematPolicy, watch: Watch) -> Iterator[Tagged]:
-  """The hidden states that enter a layer, where it does not tag them itself."""
-  action = "kept (no remat)" if not policy.remat else "offloaded" if policy.carry == "offload" else "saved"
-  for leaf in jax.tree.leaves(watch.hidden[place.stack]):
-    yield Tagged("/".join(place.stack), place.segment.name, place.run.name, place.num_layers, "carry", tuple(leaf.shape),
+def _carry(place: Place, policy: RematPolicy, stack: StackedDecoder, watch: Watch) -> list[Tagged]:
+  """The hidden states that enter the layers, once for each region that is rematerialised by itself."""
+  if not policy.remat or CARRY_NAME in policy.save:
+    return []  # the layer's own tag tells it, or nothing does
+  regions, action = place.num_layers, "saved"
+  if policy.carry == "offload":
+    action = "offloaded"
+  if stack.scan and (policy.levels or policy.every > 1):
+    nested = levels(place.segment, policy)
+    regions = nested[0] if nested else place.segment.length
+    if place.run.offset:
+      action = "recomputed"
+  return [Tagged("/".join(place.stack), place.segment.name, place.run.name, regions, "carry", tuple(leaf.shape),
                  str(leaf.dtype), 1, math.prod(leaf.shape) * leaf.dtype.itemsize, action)
+          for leaf in jax.tree.leaves(watch.hidden[place.stack])]
 
 
 def _tagged(place: Place, policy: RematPolicy, tagged: list[Tag]) -> list[Tagged]:
   groups: dict[Tagged, list[int]] = {}
   for tag in tagged:
+    if tag.name == CARRY_NAME and policy.remat and CARRY_NAME not in policy.save:
+      continue  # the carry, which has a row of its own
     row = Tagged("/".join(place.stack), place.segment.name, place.run.name, place.num_layers, tag.name, tag.shape,
                  str(tag.dtype), 0, 0, _action(policy, tag))
     groups.setdefault(row, []).append(math.prod(tag.shape) * tag.dtype.itemsize)
@@ -181,11 +191,7 @@ def _action(policy: RematPolicy, tag: Tag) -> Action:
   answer = policy.resolve()(tag.eqn.primitive, *(var.aval for var in tag.eqn.invars), **tag.eqn.params)
   if type(answer).__name__ == "Offloadable":
     return "offloaded"
-  if answer is True or type(answer).__name__.startswith("Saveable"):
-    return "saved"
-  if tag.name == CARRY_NAME:
-    return "offloaded" if policy.carry == "offload" else "saved"  # what enters a layer always waits somewhere
-  return "recomputed"
+  return "saved" if answer is True or type(answer).__name__.startswith("Saveable") else "recomputed"
 
 
 def _names(stack: StackedDecoder, layers: Mapping[Place, tuple[Any, list[Tag]]]) -> Iterator[Finding]:

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from linen_stack import per_layer
 from linen_stack.inspect import render
 from linen_stack.inspect.watch import Place, Watch, watching
+from linen_stack.per_layer import indices
 
 # Gradients that are zero but for rounding are not compared with themselves: this part of the largest one is the least scale.
 _LEAST_SCALE = 1e-3
@@ -147,7 +147,7 @@ def _layers(label: str, a: np.ndarray, b: np.ndarray, watch: Watch) -> Iterator[
     if not stack.scan:
       yield stack.plan.offset(place.segment.name) + int(path[-1].rsplit("_", 1)[1]), a, b
       return
-    where = per_layer.indices(stack.plan, place.segment, place.run)
+    where = indices(stack.plan, place.segment, place.run)
     a, b = (_layers_first(x, place, stack.param_axis) for x in (a, b))
     for at in np.ndindex(where.shape):
       yield int(where[at]), a[at], b[at]

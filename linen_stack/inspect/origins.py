@@ -11,9 +11,9 @@ from linen_stack.inspect.watch import CARRY_MARK
 
 # These hand on the value that they get. remat rounds what it saves with reduce_precision, to the same precision.
 _SAME_VALUE = ("name", "device_put", "reduce_precision", "copy", "copy_p", "optimization_barrier")
-# These hand on a part of it, or all of it in another shape.
-_VIEWS = ("slice", "dynamic_slice", "squeeze", "reshape", "transpose", "expand_dims", "broadcast_in_dim",
-          "convert_element_type", "pjit", "jit")
+# These hand on all of it in another shape, which costs nothing, or a part or another form of it, which is a copy.
+_RESHAPES = ("squeeze", "reshape", "expand_dims")
+_COPIES = ("slice", "dynamic_slice", "transpose", "broadcast_in_dim", "convert_element_type")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,8 +137,7 @@ class Frame:
       consts, carry = loop_counts(eqn)
       if consts <= at < consts + carry:
         return way.end("loop state", self.name_stack())
-      # A slice of what the loop runs over, or what it sees whole: in either case the loop makes copies.
-      return outer._origin(eqn.invars[at], dataclasses.replace(way, moved=True, copied=True))
+      return outer._origin(eqn.invars[at], dataclasses.replace(way, moved=True))
     if eqn.primitive.name == "cond":
       return outer._origin(eqn.invars[at + 1], way) if at + 1 < len(eqn.invars) else way.end("cond", self.name_stack())
     if call_body(eqn) is self.jaxpr:
@@ -171,9 +170,9 @@ class Frame:
       branches = [getattr(branch, "jaxpr", branch) for branch in eqn.params["branches"]]
       found = [self.inside(eqn, branch)._origin(branch.outvars[at], way) for branch in branches]
       return next((origin for origin in found if origin.name), way.end(primitive, here))
-    if primitive in _VIEWS and not isinstance(eqn.invars[0], core.Literal):
-      seen = dataclasses.replace(way, moved=True, copied=True, primitive=way.primitive or primitive,
-                                 name_stack=way.name_stack or here)
+    if primitive in (*_RESHAPES, *_COPIES) and not isinstance(eqn.invars[0], core.Literal):
+      seen = dataclasses.replace(way, moved=True, copied=way.copied or primitive in _COPIES,
+                                 primitive=way.primitive or primitive, name_stack=way.name_stack or here)
       further = self._origin(eqn.invars[0], seen)
       if further.argument is not None or further.source is not None:
         return further
@@ -192,7 +191,8 @@ class _Way:
   enters: str | None = None
 
   def end(self, primitive: str, name_stack: str, **found: Any) -> Origin:
-    is_input = found.get("argument") is not None and not self.copied
+    # What a loop stacks slice by slice is a copy, wherever the slices come from.
+    is_input = found.get("argument") is not None and not self.copied and not self.trips
     return Origin(found.pop("name", None), primitive, self.name_stack or name_stack, self.trips, is_input=is_input,
                   enters=self.enters, **found)
 
