@@ -43,7 +43,7 @@ class TaggedLayer(nn.Module):
     value = self.tag(dense((1, DIM), "value")(h), "value_proj")
     scores = jnp.einsum("bqhd,bkgd->bhqk", query, key)
     if mask is not None:
-      scores = scores + jnp.log(mask)
+      scores = scores - jnp.exp(-mask)
     context = self.tag(jnp.einsum("bhqk,bkgd->bqhd", nn.softmax(scores), value), "context")
     out = self.tag(nn.DenseGeneral(EMBED, axis=(-2, -1), use_bias=False, name="out")(context), "out_proj")
     x = self.tag(x + out, "attention_out")

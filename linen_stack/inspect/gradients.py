@@ -70,12 +70,16 @@ def check_gradients(stack: nn.Module, *args: Any, rtol: float = 1e-5, seed: int 
     raise TypeError("check_gradients computes gradients and needs arrays with values, not jax.ShapeDtypeStruct")
   key = jax.random.key(seed)
   rngs = {"params": key, "dropout": jax.random.fold_in(key, 1)}
-  with watching() as watch:
+
+  def init(key):
     variables = stack.init(rngs, *args, **kwargs)
+    return {**variables, "params": _disturbed(variables.get("params", {}), key)}
+
+  with watching() as watch:
+    variables = jax.jit(init)(jax.random.fold_in(key, 2))
   if not watch.stacks:
     raise ValueError(f"{type(stack).__name__} calls no StackedDecoder when it is initialised")
-  params = _disturbed(variables.get("params", {}), jax.random.fold_in(key, 2))
-  leaves, tree = jax.tree.flatten((params, args, kwargs))
+  leaves, tree = jax.tree.flatten((variables["params"], args, kwargs))
   floats = {i: jnp.asarray(leaf) for i, leaf in enumerate(leaves)
             if isinstance(leaf, (jax.Array, np.ndarray, np.generic)) and jnp.issubdtype(leaf.dtype, np.inexact)}
 
@@ -94,7 +98,7 @@ def check_gradients(stack: nn.Module, *args: Any, rtol: float = 1e-5, seed: int 
   for remat in (None, "full"):
     with watching(remat=remat):
       found.append(jax.device_get(jax.jit(lambda floats: gradients(floats))(floats)))  # pylint: disable=unnecessary-lambda
-  paths = [path for path, _ in jax.tree_util.tree_leaves_with_path((params, args, kwargs))]
+  paths = [path for path, _ in jax.tree_util.tree_leaves_with_path((variables["params"], args, kwargs))]
   return _compare({_label(paths[i]): (found[0][i], found[1][i]) for i in floats}, watch, rtol)
 
 

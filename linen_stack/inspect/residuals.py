@@ -251,12 +251,18 @@ def _name(origin: Origin, labels: list[str]) -> tuple[str, Kind]:
 
 
 def _scope(name_stack: str) -> str:
-  """The module path inside the layer, or outside of the stack, without transformations."""
+  """The module path inside the layer, or outside of the stack, without transformations and methods."""
   if STACK_SCOPE in name_stack and not PLACE_SCOPE.search(name_stack):
     return ""
-  inside = PLACE_SCOPE.split(name_stack)[-1]
-  plain = re.sub(r"\w*\(([^()]*)\)", r"\1", inside)
-  return "/".join(part for part in plain.split("/") if part)
+  words: list[str] = []
+  start = 0
+  for word in re.sub(r"\w*\(([^()]*)\)", r"\1", name_stack).split("/"):
+    if PLACE_SCOPE.fullmatch(word):
+      start = len(words)
+    # A method other than __call__ has a scope of its own, "module.method", inside of the module's or in place of it.
+    elif word and (word := word.split(".")[0]) != (words[-1] if words else None):
+      words.append(word)
+  return "/".join(words[start:])
 
 
 def _summed(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:
