@@ -5,7 +5,6 @@ from setuptools import find_packages, setup
 
 here = pathlib.Path(__file__).parent
 
-# The libtpu that `jax[tpu]` pins for each supported jax; ahead-of-time memory reports compile with it.
 setup(
     name="linen_stack",
     version="0.1.0",
@@ -16,9 +15,11 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["linen_stack", "linen_stack.*"]),
     package_data={"linen_stack": ["configs/*.yml"]},
+    # optax, orbax-checkpoint, rich and PyYAML come with flax.
     install_requires=["jax>=0.10.2", "jaxlib>=0.10.2", "flax>=0.12.8", "numpy>=2.0", "absl-py>=2.0"],
     extras_require={
         "test": ["pytest>=8", "pytest-xdist>=3", "hypothesis>=6", "safetensors>=0.4"],
+        # The libtpu that the installed jax pins: reports of a TPU's memory are compiled with it, without a TPU.
         "aot": ["jax[tpu]"],
         "hf": ["safetensors>=0.4"],
         "plot": ["matplotlib>=3.8"],

@@ -11,9 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 import contextlib
+import errno
 import json
 import pathlib
 import shutil
+import signal
+import sys
+import threading
 from typing import Any
 
 from absl import logging
@@ -33,7 +37,9 @@ class CheckpointError(Exception):
 def steps(folder: str | pathlib.Path) -> list[int]:
   """The steps of which `folder` holds a checkpoint, in order."""
   folder = pathlib.Path(folder)
-  return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdecimal() and entry.is_dir()) if folder.is_dir() else []
+  if not folder.is_dir():
+    return []
+  return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdecimal() and entry.is_dir())
 
 
 def find(path: str | pathlib.Path) -> pathlib.Path:
@@ -49,7 +55,8 @@ def find(path: str | pathlib.Path) -> pathlib.Path:
   return path / str(found[-1])
 
 
-def save(folder: str | pathlib.Path, state: Mapping[str, Any], config: StackConfig, text: Mapping[str, Any]) -> pathlib.Path:
+def save(folder: str | pathlib.Path, state: Mapping[str, Any], config: StackConfig,
+         text: Mapping[str, Any]) -> pathlib.Path:
   """Writes a checkpoint of the state's step, and then removes all but the last `KEEP`.
 
   Raises CheckpointError where it cannot be written; earlier checkpoints are as they were.
@@ -59,7 +66,8 @@ def save(folder: str | pathlib.Path, state: Mapping[str, Any], config: StackConf
   try:
     folder.mkdir(parents=True, exist_ok=True)
     _remove_unfinished(folder)
-    with _quiet(), ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as writer:
+    _check_space(folder, state)
+    with _interrupts_wait(), _quiet(after_failure=True), ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as writer:
       writer.save(folder / str(step), ocp.args.Composite(
           variables=ocp.args.StandardSave(state["variables"]), optimizer=ocp.args.StandardSave(state["optimizer"]),
           config=ocp.args.JsonSave(config.to_dict()), text=ocp.args.JsonSave(dict(text))), force=True)
@@ -93,7 +101,8 @@ def load(path: pathlib.Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
   wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), wanted)
   with _reading(path), ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
     restored = reader.restore(path, ocp.args.Composite(**{k: ocp.args.StandardRestore(v) for k, v in wanted.items()}))
-  return {**{name: restored[name] for name in wanted}, "step": jnp.asarray(int(path.name) if path.name.isdecimal() else 0, jnp.int32)}
+  step = int(path.name) if path.name.isdecimal() else 0  # a copy under another name serves to generate
+  return {**{name: restored[name] for name in wanted}, "step": jnp.asarray(step, jnp.int32)}
 
 
 def _check_shapes(path: pathlib.Path, wanted: Mapping[str, Any]) -> None:
@@ -132,6 +141,15 @@ def _as_config(config: Any, path: pathlib.Path) -> StackConfig:
     raise CheckpointError(f"the config of the checkpoint {path} cannot be used: {error}") from error
 
 
+def _check_space(folder: pathlib.Path, state: Any) -> None:
+  """Raises OSError where the disk is too full for the state: sooner and in clearer words than a write half done."""
+  needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+  free = shutil.disk_usage(folder).free
+  if needed > free:
+    raise OSError(errno.ENOSPC, f"no space left on device: it takes {needed / 2**20:,.1f} MiB "
+                                f"and {free / 2**20:,.1f} MiB are free")
+
+
 def _remove_unfinished(folder: pathlib.Path) -> None:
   """Removes what interrupted writes have left behind."""
   for entry in folder.iterdir():
@@ -149,18 +167,61 @@ def _reading(path: pathlib.Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-  """Orbax logs what it raises, with tracebacks; whoever catches the error says it once."""
-  level = logging.get_verbosity()
-  logging.set_verbosity(logging.FATAL)
+def _interrupts_wait() -> Iterator[None]:
+  """Lets a write come to its end before Ctrl-C is heeded; a second Ctrl-C ends it at once."""
+  if threading.current_thread() is not threading.main_thread():
+    yield  # only the main thread is interrupted
+    return
+  interrupted = False
+
+  def remember(signum, frame):
+    del signum, frame
+    nonlocal interrupted
+    if interrupted:
+      raise KeyboardInterrupt
+    interrupted = True
+
+  handler = signal.signal(signal.SIGINT, remember)
   try:
     yield
   finally:
+    signal.signal(signal.SIGINT, handler)
+  if interrupted:
+    raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _quiet(after_failure: bool = False) -> Iterator[None]:
+  """Leaves it to the caller to report errors, once: orbax logs what it raises, with tracebacks.
+
+  Of a write that failed, threads are still under way. They report to an event loop that is gone and to executors that
+  are shut down, each with a traceback; hence `after_failure`, with which the filters stay in that case.
+  """
+  level, hook = logging.get_verbosity(), sys.unraisablehook
+
+  def restore():
     logging.set_verbosity(level)
+    sys.unraisablehook = hook
+
+  def without_late_reports(unraisable):
+    if not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"):
+      hook(unraisable)
+
+  logging.set_verbosity(logging.FATAL)
+  sys.unraisablehook = without_late_reports
+  try:
+    yield
+  except BaseException:
+    if not after_failure:
+      restore()
+    raise
+  restore()
 
 
 def _reason(error: BaseException) -> str:
   """An error as one line."""
+  if isinstance(error, OSError) and error.strerror:
+    return error.strerror[:1].lower() + error.strerror[1:]
   text = str(error).strip() or type(error).__name__
   if "No space left on device" in text:
     return "no space left on device"

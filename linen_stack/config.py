@@ -78,7 +78,7 @@ class StackConfig:
     return cls.from_dict(translation.config)
 
   def to_dict(self) -> dict[str, Any]:
-    """The config as plain dicts, lists and values, defaults written out: what `from_dict` reads back as an equal one."""
+    """The config as plain dicts, lists and values, defaults written out: `from_dict` makes an equal one of it."""
     return reader.plain(self)
 
   def override(self, assignments: Iterable[str]) -> StackConfig:
@@ -158,7 +158,8 @@ def find(name: str | pathlib.Path) -> pathlib.Path:
     return shipped[str(name)]
   path = pathlib.Path(name)
   if not path.is_file():
-    raise FileNotFoundError(f"no config {str(name)!r}: neither a file nor a shipped config; {nearest(path.stem, shipped)}")
+    raise FileNotFoundError(f"no config {str(name)!r}: neither a file nor a shipped config; "
+                            f"{nearest(path.stem, shipped)}")
   return path
 
 

@@ -20,7 +20,7 @@ from linen_stack.plan import nearest
 _WORDS = {bool: "true or false", int: "an int", float: "a number", str: "a string", type(None): "null"}
 
 
-# YAML -------------------------------------------------------------------------------------------------------------------
+# YAML -----------------------------------------------------------------------------------------------------------------
 
 
 class _Loader(yaml.SafeLoader):
@@ -61,7 +61,7 @@ def _parse(text: str, where: str) -> Any:
     raise ValueError(f"{where} is not valid YAML: {error}") from None
 
 
-# Dataclasses ------------------------------------------------------------------------------------------------------------
+# Dataclasses ----------------------------------------------------------------------------------------------------------
 
 
 def read(cls: type, value: Any, where: str) -> Any:
@@ -191,7 +191,7 @@ def _join(where: str, key: Any) -> str:
   return f"{where}.{key}" if where else str(key)
 
 
-# Names of things --------------------------------------------------------------------------------------------------------
+# Names of things ------------------------------------------------------------------------------------------------------
 
 
 def dtype(name: str, where: str) -> Any:
@@ -219,7 +219,8 @@ def import_object(path: str, where: str) -> Any:
         raise ValueError(f"{where}: importing {part} failed: {error}") from error
       inside = getattr(module, "__path__", None)
       if module is not None and inside is None:
-        raise ValueError(f"{where}: {module.__name__} is a module, not a package, and has no part {parts[i - 1]!r}") from None
+        raise ValueError(f"{where}: {module.__name__} is a module, not a package, "
+                         f"and has no part {parts[i - 1]!r}") from None
       hint = nearest(parts[i - 1], [found.name for found in pkgutil.iter_modules(inside)])
       if module is None and not hint.startswith("did you mean"):
         hint = "is its folder on sys.path (PYTHONPATH)?"

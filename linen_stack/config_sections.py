@@ -94,7 +94,8 @@ class ModelConfig:
     specs = [*self.specs.values(), *(entry for entry in entries if isinstance(entry, SpecConfig))]
     if specs and all(spec.family or spec.layer for spec in specs):
       for key in ("family", "layer", "args"):
-        _require(not getattr(self, key), f"model.{key}: every spec names a class of its own, so that no layer takes this")
+        _require(not getattr(self, key),
+                 f"model.{key}: every spec names a class of its own, so that no layer takes this")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,4 +149,4 @@ def _stack_fields() -> list[tuple[str, Any, Any]]:
 
 StackOptions = dataclasses.make_dataclass("StackOptions", _stack_fields(), frozen=True)
 StackOptions.__module__ = __name__
-StackOptions.__doc__ = "The options of `StackedDecoder`, all but the plan. `remat` may be a mapping of RematPolicy's arguments."
+StackOptions.__doc__ = "The options of `StackedDecoder`, all but the plan; `remat` as a name or a mapping of arguments."

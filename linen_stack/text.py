@@ -116,7 +116,10 @@ def batch(text: np.ndarray, size: int, seq: int, seed: int, step: int) -> np.nda
 
 
 def windows(text: np.ndarray, size: int, seq: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-  """All of a text as batches ([size, seq + 1] int32, [size, seq] float32 weights): each byte but the first is predicted once."""
+  """All of a text as batches ([size, seq + 1] int32, [size, seq] float32 weights).
+
+  The weights are 1 where a byte is to be predicted: each but the first once; and 0 where the last batch is padded.
+  """
   count = -(-(text.size - 1) // seq)
   count += -count % size
   padded = np.zeros(count * seq + 1, np.int32)

@@ -95,15 +95,19 @@ def train_step(model: nn.Module, tx: optax.GradientTransformation, seed: int) ->
 
 def held_out_bits(model: nn.Module, variables: Mapping[str, Any], held_out: np.ndarray, batch: int, seq: int,
                   progress: Callable[[int], None] = lambda done: None) -> float:
-  """Bits per byte of `held_out` [bytes], every byte but the first predicted once from at most `seq` before it."""
+  """Bits per byte of `held_out` [bytes], every byte but the first predicted once from at most `seq` before it.
+
+  `progress` is told how many bytes are done.
+  """
 
   @jax.jit
   def nats(variables, tokens, weights):
     logits = model.apply(variables, tokens[:, :-1])
     return jnp.sum(weights * optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
 
-  total = 0.0
+  total, done = 0.0, 0
   for tokens, weights in text_lib.windows(held_out, batch, seq):
     total += float(nats(variables, tokens, weights))
-    progress(int(weights.sum()))
+    done += int(weights.sum())
+    progress(done)
   return total / (held_out.size - 1) / math.log(2)

@@ -53,7 +53,8 @@ def test_command_lines_that_cannot_be_understood_have_status_2(capsys, argv, wor
     (["plan", "tiny", "--set", "stack.remta=full"], "unknown key 'stack.remta'; did you mean 'remat'?"),
     (["plan", "tiny", "--set", "model.args.num_heads=3"], "not a multiple of num_heads 3"),
     (["plan", "tiny", "--set", "stack.remat={save: [contxt]}"], "did you mean 'context'?"),
-    (["plan", "tiny", "--set", "stack.offload_params=true", "--set", "stack.param_axis=1"], "offload_params needs param_axis=0"),
+    (["plan", "tiny", "--set", "stack.offload_params=true", "--set", "stack.param_axis=1"],
+     "offload_params needs param_axis=0"),
     (["generate", "no/such/run", "--prompt", "a"], "there is no such file or folder"),
     (["generate", ".", "--prompt", "a"], "it holds no step that was written to the end"),
     (["generate", "no/such/run", "--prompt", ""], "--prompt is empty"),
@@ -73,7 +74,8 @@ def test_plan_prints_segments_and_parameters(capsys):
   status, out, _ = run(capsys, "plan", "tiny-hybrid")
   assert status == 0
   assert "14 layers, 3 traced" in out and "layers:3 local:3" in out
-  assert re.search(r"layers/local/attention/query/kernel +\[3, 3, 96, 4, 24\] +float32 +layers local embed q_heads head_dim", out)
+  assert re.search(r"layers/local/attention/query/kernel +\[3, 3, 96, 4, 24\] +float32 +"
+                   r"layers local embed q_heads head_dim", out)
   numbers = [int(n.replace(",", "")) for n in re.findall(r"  ([\d,]+)$", out, re.MULTILINE)]
   assert f"{sum(numbers):,} parameters" in out
 
@@ -96,7 +98,8 @@ def test_plan_of_an_own_layer_from_a_file(capsys, tmp_path):
   path = tmp_path / "own.yml"
   path.write_text(f"model: {{vocab: 16, embed: 8, layer: '{__name__}:PlainLayer', num_layers: 3}}\n")
   status, out, _ = run(capsys, "plan", str(path))
-  assert status == 0 and re.search(r"layers/Dense_0/kernel +\[3, 8, 8\] +float32 +- ", out) and "(counts) layers/calls" in out
+  assert status == 0 and "(counts) layers/calls" in out
+  assert re.search(r"layers/Dense_0/kernel +\[3, 8, 8\] +float32 +- ", out)
 
 
 def test_the_program_ends_with_the_status(tmp_path):

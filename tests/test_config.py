@@ -85,7 +85,8 @@ def test_segments_of_named_and_inline_specs():
   plan = StackConfig.from_dict(make(model={"specs": {"plain": {}}, "segments": segments, "num_layers": None})).plan()
   plain = ls.LayerSpec(DecoderLayer, "plain", embed=16, **SIZES)
   windowed = ls.LayerSpec(DecoderLayer, embed=16, window=2, **SIZES)
-  assert plan == ls.Plan.of(ls.Segment("first", ls.LayerSpec(OwnLayer, width=16)), ls.Segment("rest", (plain, windowed), 3))
+  first = ls.Segment("first", ls.LayerSpec(OwnLayer, width=16))
+  assert plan == ls.Plan.of(first, ls.Segment("rest", (plain, windowed), 3))
 
 
 def test_what_the_model_says_reaches_the_layers_unless_they_say_otherwise():
@@ -147,7 +148,8 @@ def test_override_reaches_into_lists():
     (make(stack={"remat": None}), TypeError, ["stack.remat", "preset's name"]),
     (make(stack={"remat": {"sav": ["a"]}}), ValueError, ["sav", "did you mean 'save'"]),
     (make(stack={"remat": {"save": ["a"], "offlod": ["b"]}}), ValueError, ["'offlod'", "did you mean 'offload'"]),
-    (make(stack={"remat": {"save": ["a"], "offload": ["a"]}}), ValueError, ["stack.remat", "both saved and offloaded: a"]),
+    (make(stack={"remat": {"save": ["a"], "offload": ["a"]}}), ValueError,
+     ["stack.remat", "both saved and offloaded: a"]),
     (make(stack={"remat": {"layers": {"evry": 2}}}), ValueError, ["layers", "'evry'", "did you mean 'every'"]),
     (make(train={"steps": 0}), ValueError, ["train.steps must be at least 1"]),
     (make(train={"steps": 2.5}), TypeError, ["train.steps must be an int, not 2.5"]),
@@ -195,7 +197,8 @@ def test_refused_when_read(config, error, words):
      ["model", "segment 'x'", "length must be at least 1"]),
     (make(stack={"remat": {"layer": "full"}}), ValueError, ["stack.remat.layer", "did you mean 'layers'"]),
     (make(stack={"unroll": 0}), ValueError, ["stack", "unroll must be at least 1"]),
-    (make(stack={"offload_params": "operator:contain"}), ValueError, ["stack.offload_params", "did you mean 'contains'"]),
+    (make(stack={"offload_params": "operator:contain"}), ValueError,
+     ["stack.offload_params", "did you mean 'contains'"]),
     (own(layer="nowhere_at_all:OwnLayer"), ValueError, ["model.layer", "no module 'nowhere_at_all'", "sys.path"]),
     (own(layer="linen_stack.modls:X"), ValueError, ["no module 'linen_stack.modls'", "did you mean 'models'"]),
     (own(layer="linen_stack.plan.part:X"), ValueError, ["linen_stack.plan is a module, not a package"]),

@@ -22,7 +22,8 @@ def test_examples_run_in_order():
 
 def test_the_table_of_presets_is_that_of_the_library():
   shown = re.search(r"<!-- presets.*?-->\n(.*?)<!-- end of presets -->", README, re.DOTALL).group(1)
-  table = ["| preset | what it does |", "| --- | --- |", *(f"| `{name}` | {preset.note} |" for name, preset in PRESETS.items())]
+  rows = [f"| `{name}` | {preset.note} |" for name, preset in PRESETS.items()]
+  table = ["| preset | what it does |", "| --- | --- |", *rows]
   assert shown == "\n".join(table) + "\n"
 
 

@@ -1,13 +1,17 @@
 """Training: text, batches, resuming, checkpoints that survive what happens to them, and `generate` from one."""
+import contextlib
 import errno
 import json
 import math
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
+import types
 
+from absl import logging
 from flax import linen as nn
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -33,7 +37,8 @@ class Layer(nn.Module):
 
   @nn.compact
   def __call__(self, x, *, deterministic=True):
-    y = nn.Dense(x.shape[-1], kernel_init=nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp")))(x)
+    init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
+    y = nn.Dense(x.shape[-1], kernel_init=init)(x)
     mean = self.variable("statistics", "mean", jnp.zeros, ())
     if self.is_mutable_collection("statistics") and not self.is_initializing():
       mean.value = 0.9 * mean.value + 0.1 * jnp.mean(y)
@@ -77,7 +82,7 @@ def _whole(folder):
   return train(CONFIG, folder / "whole", text_path=str(folder / "text.txt"))
 
 
-# Text -------------------------------------------------------------------------------------------------------------------
+# Text -----------------------------------------------------------------------------------------------------------------
 
 
 def test_the_default_text_is_the_standard_library_and_the_same_each_time():
@@ -87,12 +92,11 @@ def test_the_default_text_is_the_standard_library_and_the_same_each_time():
   assert b"import " in first.held_out.tobytes()
 
 
-@pytest.mark.parametrize("sizes", [[3000], [2_000_000], [500] * 30, [10, 5000, 20], [100] * 9 + [9000], [1000] * 3, [40]])
+@pytest.mark.parametrize("sizes", [
+    [3000], [2_000_000], [500] * 30, [10, 5000, 20], [100] * 9 + [9000], [1000] * 3, [40]])
 def test_a_tenth_is_held_out_and_nothing_is_in_both_parts(sizes):
-  # Every byte value pair is unique enough to tell where it came from: number the bytes in base 256.
   total = sum(sizes)
-  numbered = np.arange(total, dtype=np.uint32)
-  joined = (numbered % 251).astype(np.uint8).tobytes()
+  joined = (np.arange(total) % 251).astype(np.uint8).tobytes()
   ends = np.cumsum([0, *sizes])
   text = text_lib.split([joined[a:b] for a, b in zip(ends, ends[1:])], "here")
   assert text.train.size + text.held_out.size == total
@@ -144,7 +148,7 @@ def test_entropy_of_single_bytes():
   assert text_lib.byte_entropy(np.frombuffer(b"aaaa", np.uint8)) == 0.0
 
 
-# Training ---------------------------------------------------------------------------------------------------------------
+# Training -------------------------------------------------------------------------------------------------------------
 
 
 def test_what_a_run_leaves(folder, whole):
@@ -201,7 +205,8 @@ def test_only_matrices_decay():
   plan = ls.Plan.homogeneous(ls.LayerSpec(Layer), 3)
   config = CONFIG.override(["train.learning_rate=0.1", "train.weight_decay=0.5", "train.warmup=0"]).train
   tx = training.optimizer(config, plan)
-  params = {"layers": {"kernel": jnp.ones((3, 4, 4)), "scale": jnp.ones((3, 4))}, "head": jnp.ones((4, 4)), "norm": jnp.ones((4,))}
+  params = {"layers": {"kernel": jnp.ones((3, 4, 4)), "scale": jnp.ones((3, 4))},
+            "head": jnp.ones((4, 4)), "norm": jnp.ones((4,))}
   updates = jax.jit(lambda params: tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)[0])(params)
   decayed = {key: bool(jnp.any(leaf)) for key, leaf in {**updates["layers"], **updates}.items() if key != "layers"}
   assert decayed == {"kernel": True, "scale": False, "head": True, "norm": False}
@@ -216,7 +221,7 @@ def test_the_state_is_donated():
   assert donated and all(donated)
 
 
-# What goes wrong --------------------------------------------------------------------------------------------------------
+# What goes wrong ------------------------------------------------------------------------------------------------------
 
 
 def test_a_run_is_not_overwritten(folder, whole):
@@ -280,13 +285,16 @@ def _fail_after(monkeypatch, target, name, error, calls):
 
 
 @pytest.mark.parametrize("where, error, status, words", [
-    ("write", OSError(errno.ENOSPC, "No space left on device"), 1, "cannot write a checkpoint to .*no space left on device"),
-    ("write", ValueError("RESOURCE_EXHAUSTED: ... No space left on device [os_error_code='28']"), 1, "no space left on device"),
+    ("write", OSError(errno.ENOSPC, "No space left on device"), 1, "cannot write a checkpoint to .*no space left"),
+    ("write", ValueError("RESOURCE_EXHAUSTED: ... No space left on device [os_error_code='28']"), 1, "no space left"),
     ("write", KeyboardInterrupt(), 130, "interrupted in step 6"),
     ("step", KeyboardInterrupt(), 130, "interrupted in step 5"),
 ])
-def test_a_failed_write_leaves_the_last_whole_checkpoint(folder, whole, tmp_path, monkeypatch, where, error, status, words):
+def test_a_failed_write_leaves_the_last_whole_checkpoint(folder, whole, tmp_path, monkeypatch, where, error, status,
+                                                         words):
   text = str(folder / "text.txt")
+  verbosity = logging.get_verbosity()
+  monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # puts it back at the end
   with monkeypatch.context() as patch:
     if where == "write":
       # The second checkpoint fails when its first part is on disk.
@@ -300,6 +308,31 @@ def test_a_failed_write_leaves_the_last_whole_checkpoint(folder, whole, tmp_path
   resumed = train(CONFIG, tmp_path, text_path=text, resume=True)
   assert resumed.losses == pytest.approx({step: whole.losses[step] for step in range(4, 9)}, rel=1e-6)
   assert sorted(os.listdir(tmp_path)) == ["6", "8"]  # and what was left behind is gone
+  logging.set_verbosity(verbosity)
+
+
+def test_ctrl_c_in_a_write_waits_for_its_end(tmp_path, monkeypatch):
+  real, handler = ocp.CompositeCheckpointHandler.save, signal.getsignal(signal.SIGINT)
+
+  def save(*args, **kwargs):
+    signal.raise_signal(signal.SIGINT)
+    return real(*args, **kwargs)
+
+  monkeypatch.setattr(ocp.CompositeCheckpointHandler, "save", save)
+  state = {"variables": {"params": {"a": jnp.ones(3)}}, "optimizer": {"b": jnp.ones(3)}, "step": jnp.asarray(4)}
+  with pytest.raises(KeyboardInterrupt):
+    checkpoints.save(tmp_path, state, CONFIG, {})
+  restored = checkpoints.load(tmp_path / "4", {"variables": state["variables"]})
+  np.testing.assert_array_equal(restored["variables"]["params"]["a"], jnp.ones(3))
+  assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_a_full_disk_is_seen_before_writing(tmp_path, monkeypatch):
+  monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=10))
+  state = {"variables": {"params": {"a": jnp.ones(300)}}, "optimizer": {}, "step": jnp.asarray(4)}
+  with pytest.raises(checkpoints.CheckpointError, match="no space left on device: it takes .* are free; there is no"):
+    checkpoints.save(tmp_path, state, CONFIG, {})
+  assert not os.listdir(tmp_path)
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(folder, tmp_path):
@@ -333,7 +366,8 @@ def test_ctrl_c_ends_the_program_with_a_message(tmp_path):
                         cwd=pathlib.Path(__file__).parents[1]) as process:
     (tmp_path / "out").mkdir()
     while process.poll() is None and len(checkpoints.steps(tmp_path / "out")) < 2:
-      os.sched_yield()
+      with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=0.1)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=120)
   assert process.returncode == 130, err

@@ -28,9 +28,12 @@ class Command:
 
 
 COMMANDS: dict[str, Command] = {
-    "plan": Command("linen_stack.commands.plan", ("CONFIG",), "segments and parameters of a model, without allocating it"),
-    "train": Command("linen_stack.commands.train", ("CONFIG",), "train a model on text, and measure it on held-out text"),
-    "generate": Command("linen_stack.commands.generate", ("CHECKPOINT",), "continue a text with a trained model"),
+    "plan": Command(
+        "linen_stack.commands.plan", ("CONFIG",), "segments and parameters of a model, without allocating it"),
+    "train": Command(
+        "linen_stack.commands.train", ("CONFIG",), "train a model on text, and measure it on held-out text"),
+    "generate": Command(
+        "linen_stack.commands.generate", ("CHECKPOINT",), "continue a text with a trained model"),
 }
 
 
@@ -67,11 +70,13 @@ def describe(error: BaseException) -> str:
 
 def usage() -> str:
   """The help of the program."""
-  width = max(len(f"{name} {' '.join(c.arguments)}") for name, c in COMMANDS.items())
-  rows = [f"  {f'{name} ' + ' '.join(command.arguments):<{width}}  {command.help}" for name, command in COMMANDS.items()]
+  calls = {" ".join([name, *command.arguments]): command.help for name, command in COMMANDS.items()}
+  width = max(map(len, calls))
+  rows = [f"  {call:<{width}}  {text}" for call, text in calls.items()]
   return "\n".join([
       "usage: python -m linen_stack COMMAND ...", "", *rows, "",
-      "CONFIG is a YAML file or the name of a shipped config. `python -m linen_stack COMMAND --help` shows a command's flags."])
+      "CONFIG is a YAML file or the name of a shipped config.",
+      "`python -m linen_stack COMMAND --help` shows a command's flags."])
 
 
 def main(argv: Sequence[str]) -> int:
@@ -117,7 +122,8 @@ def _run(argv: Sequence[str]) -> None:
   except absl_flags.Error as error:
     raise UsageError(f"{name}: {error}") from None
   if len(args) < len(command.arguments):
-    raise UsageError(f"{name} needs {' '.join(command.arguments)}; `python -m linen_stack {name} --help` shows its flags")
+    raise UsageError(f"{name} needs {' '.join(command.arguments)}; "
+                     f"`python -m linen_stack {name} --help` shows its flags")
   if len(args) > len(command.arguments):
     extra = args[len(command.arguments)]
     hint = f"write --set {extra}" if "=" in extra else f"it takes {' '.join(command.arguments)}"
@@ -133,5 +139,5 @@ def _flag_help(values: absl_flags.FlagValues) -> Iterator[str]:
   for name in _names(values):
     flag = values[name]
     default = "" if flag.default in (None, [], False) else f" (default {flag.default})"
-    yield f"  --{name}: {flag.help}{default}"
+    yield f"  --{name}: {' '.join(flag.help.split())}{default}"
   yield "  --traceback: show where an error arose"

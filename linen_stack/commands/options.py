@@ -16,8 +16,9 @@ from linen_stack.models import families
 
 def define_set(values: flags.FlagValues) -> None:
   """The flag --set, for any key of the config."""
-  flags.DEFINE_multi_string("set", [], "KEY=VALUE replaces a key of the config, as in --set stack.remat=minimal; may be repeated",
-                            flag_values=values)
+  flags.DEFINE_multi_string(
+      "set", [], "KEY=VALUE replaces a key of the config, as in --set stack.remat=minimal",
+      flag_values=values)
 
 
 def load_config(name: str, assignments: Sequence[str]) -> StackConfig:

@@ -36,11 +36,12 @@ class Result:
 
 def define_flags(values: flags.FlagValues) -> None:
   options.define_set(values)
-  flags.DEFINE_string("text", None, "a file, or a folder of files, to train on; by default the standard library's source",
-                      flag_values=values)
+  flags.DEFINE_string("text", None, "a file, or a folder of files, to train on; by default the source of Python's "
+                      "standard library", flag_values=values)
   flags.DEFINE_integer("steps", None, "stop after this step; the learning rate's schedule stays that of train.steps",
                        lower_bound=1, flag_values=values)
-  flags.DEFINE_string("out", None, "folder of the checkpoints; by default runs/<name of the config>", flag_values=values)
+  flags.DEFINE_string("out", None, "folder of the checkpoints; by default runs/<name of the config>",
+                      flag_values=values)
   flags.DEFINE_boolean("resume", False, "go on from the last checkpoint in that folder", flag_values=values)
 
 
@@ -59,7 +60,8 @@ def train(config: StackConfig, out: pathlib.Path, *, text_path: str | None = Non
   stop = config.train.steps if stop is None else stop
   found = checkpoints.steps(out) if out.is_dir() else []
   if found and not resume:
-    raise CommandError(f"{out} holds a checkpoint of step {found[-1]}; --resume goes on from it, --out takes another folder")
+    raise CommandError(f"{out} holds a checkpoint of step {found[-1]}; --resume goes on from it, "
+                       "--out takes another folder")
   if out.exists() and not out.is_dir():
     raise CommandError(f"{out} is a file; --out takes a folder")
   with plain_errors(checkpoints.CheckpointError):
@@ -95,8 +97,8 @@ def _text(config: StackConfig, path: str | None) -> text_lib.Text:
     text = text_lib.read(path)
   needed = config.train.seq + 1
   if text.train.size < needed or text.held_out.size < 2:
-    raise CommandError(f"the text is too short: {text.origin} leaves {text.train.size} bytes to train on, and one sequence takes "
-                       f"{needed}; take more text, or a smaller train.seq")
+    raise CommandError(f"the text is too short: {text.origin} leaves {text.train.size} bytes to train on, and one "
+                       f"sequence takes {needed}; take more text, or a smaller train.seq")
   return text
 
 
@@ -111,7 +113,8 @@ def _check_same(config: StackConfig, text: text_lib.Text, checkpoint: pathlib.Pa
   trained_on = checkpoints.load_text(checkpoint)
   if trained_on != text.fingerprint():
     raise CommandError(f"cannot resume from {checkpoint}: it was trained on another text "
-                       f"({trained_on['bytes']:,} bytes there, {text.fingerprint()['bytes']:,} here); pass the same --text")
+                       f"({trained_on['bytes']:,} bytes there, {text.fingerprint()['bytes']:,} here); "
+                       "pass the same --text")
   for key in changed:
     print(f"note: differs from the checkpoint: {said[key]}")
 
@@ -126,17 +129,17 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _steps(config: StackConfig, model: Any, tx: Any, state: training.State, text: text_lib.Text, out: pathlib.Path,
            stop: int) -> tuple[dict[int, float], training.State]:
   """Runs steps up to `stop`; the last one always leaves a checkpoint."""
-  options_, start, losses = config.train, int(state["step"]), {}
+  settings, start, losses = config.train, int(state["step"]), {}
   if start >= stop:
     print(f"nothing is left to train: {start} steps are done, of {stop}")
     return losses, state
 
   def batch(step):
-    return text_lib.batch(text.train, options_.batch, options_.seq, options_.seed, step)
+    return text_lib.batch(text.train, settings.batch, settings.seq, settings.seed, step)
 
   began = time.perf_counter()
   with plain_errors(ValueError, TypeError, FlaxError):
-    lowered = training.train_step(model, tx, options_.seed).lower(state, batch(start))
+    lowered = training.train_step(model, tx, settings.seed).lower(state, batch(start))
   traced = time.perf_counter()
   step_fn = lowered.compile()
   compiled = time.perf_counter()
@@ -144,7 +147,7 @@ def _steps(config: StackConfig, model: Any, tx: Any, state: training.State, text
 
   step = start
   try:
-    with Progress("step", start, stop, options_.batch * options_.seq) as progress:
+    with Progress("step", start, stop, settings.batch * settings.seq) as progress:
       for step in range(start + 1, stop + 1):
         state, loss = step_fn(state, batch(step - 1))
         losses[step] = float(loss)
@@ -152,26 +155,25 @@ def _steps(config: StackConfig, model: Any, tx: Any, state: training.State, text
           raise CommandError(f"the loss of step {step} is {losses[step]}; {_last(out)}. "
                              "A lower train.learning_rate or more train.warmup may help")
         progress.step(step, f"loss {losses[step]:.6f}")
-        if step == stop or (options_.checkpoint_every and step % options_.checkpoint_every == 0):
+        if step == stop or (settings.checkpoint_every and step % settings.checkpoint_every == 0):
           with plain_errors(checkpoints.CheckpointError):
             checkpoints.save(out, state, config, text.fingerprint())
   except KeyboardInterrupt:
     raise CommandError(f"interrupted in step {step}; {_last(out)}", status=130) from None
   seconds = time.perf_counter() - compiled
-  print(f"{len(losses)} steps in {seconds:.1f} s, {len(losses) * options_.batch * options_.seq / seconds:,.0f} tokens/s")
+  tokens = len(losses) * settings.batch * settings.seq
+  print(f"{len(losses)} steps in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s")
   return losses, state
 
 
 def _last(out: pathlib.Path) -> str:
   found = checkpoints.steps(out)
-  return f"the last whole checkpoint is {out / str(found[-1])} (--resume goes on from it)" if found else "there is no checkpoint yet"
+  if not found:
+    return "there is no checkpoint yet"
+  return f"the last whole checkpoint is {out / str(found[-1])} (--resume goes on from it)"
 
 
 def _evaluate(config: StackConfig, model: Any, state: training.State, text: text_lib.Text) -> float:
-  done = 0
   with Progress("held-out byte", 0, text.held_out.size - 1, 1) as progress:
-    def advance(count):
-      nonlocal done
-      done += count
-      progress.step(done)
-    return training.held_out_bits(model, state["variables"], text.held_out, config.train.batch, config.train.seq, advance)
+    return training.held_out_bits(
+        model, state["variables"], text.held_out, config.train.batch, config.train.seq, progress.step)
