@@ -150,7 +150,7 @@ def offload_params(target: Any, select: Callable[[str, Any], bool] | None = None
   Args:
     target: a module class, or a function whose first argument is a module.
     select: `select(path, leaf) -> bool`, which parameters are fetched; `path` as in "attention/query/kernel". Default:
-      all. Parameters that are on the device already are left alone.
+      all. Parameters that are in host memory always are, and those on the device already are left alone.
     methods: as in `nn.map_variables`.
 
   Returns:
@@ -171,7 +171,9 @@ def _fetch(params: Any, select: Callable[[str, Any], bool] | None) -> Any:
   def fetch(path, leaf):
     # Boxed parameters end in the box's own key.
     keys = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
-    return jax.device_put(leaf, jax.memory.Space.Device) if select is None or select("/".join(keys), leaf) else leaf
+    # A leaf that is in host memory after all has to be fetched to be of any use.
+    wanted = select is None or select("/".join(keys), leaf) or jax.typeof(leaf).memory_space == jax.memory.Space.Host
+    return jax.device_put(leaf, jax.memory.Space.Device) if wanted else leaf
 
   return jax.tree_util.tree_map_with_path(fetch, params)
 

@@ -277,7 +277,7 @@ def _fits(new: Any, old: Any) -> bool:
   """Whether `new` can be written where `old` was taken from: same structure, shapes and dtypes."""
   if jax.tree.structure(new) != jax.tree.structure(old):
     return False
-  return all(jnp.shape(a) == jnp.shape(b) and jnp.result_type(a) == jnp.result_type(b)
+  return all(jnp.shape(a) == b.shape and jnp.result_type(a) == b.dtype
              for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(old)))
 
 
@@ -292,7 +292,8 @@ def _write(old: Any, new: Mapping[str, Any], i: Any) -> tuple[dict[str, Any], di
       if inner:
         rest[key] = inner
     else:
-      if not _fits(value, jax.tree.map(lambda x: x[0], old[key])):
+      slot = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), old[key])
+      if not _fits(value, slot):
         raise ValueError(f"variable {key!r} is updated in place and must keep its structure, shape and dtype, "
                          f"{jax.tree.map(jnp.shape, value)} does not fit {jax.tree.map(jnp.shape, old[key])}")
       updated[key] = _put(old[key], value, i)

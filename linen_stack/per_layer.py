@@ -110,8 +110,13 @@ def _cut_run(plan: Plan, arg: PerLayer, segment: Segment, run: Run, name: str) -
       if jax.tree.structure(arg.value[i]) != first:
         raise ValueError(f"per-layer argument {name}: layers of run {run.name!r} in segment {segment.name!r} need elements of "
                          f"one structure; layer {where.flat[0]} has {first}, layer {i} has {jax.tree.structure(arg.value[i])}")
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves).reshape(*where.shape, *jnp.shape(leaves[0])),
-                        *(arg.value[i] for i in where.flat))
+
+
+    def stack(*leaves):
+      stacked = jnp.stack(leaves) if any(isinstance(leaf, jax.Array) for leaf in leaves) else np.stack(leaves)
+      return jnp.asarray(stacked).reshape(*where.shape, *stacked.shape[1:])
+
+    return jax.tree.map(stack, *(arg.value[i] for i in where.flat))
   start, stop, step = int(where.flat[0]), int(where.flat[-1]) + 1, len(segment.block)
 
   def take(x):

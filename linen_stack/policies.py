@@ -208,6 +208,11 @@ class RematPolicy:
     return bool(self.offload) or self.carry == "offload"
 
   @property
+  def alone(self) -> RematPolicy:
+    """The same policy with one layer to a region."""
+    return dataclasses.replace(self, preset=None, levels=None, every=1)
+
+  @property
   def within(self) -> RematPolicy:
     """The policy of a single layer inside the regions that `levels` and `every` make."""
     if self.every > 1:

@@ -156,8 +156,8 @@ class StackedDecoder(nn.Module):
       target, body = build(segment.block[0], segment.name), self._layer(segment, segment.runs[0], call, rolled)
     if segment.length > 1:
       body = self._loop(body, segment.length, segment.name, call, rolled=not call.listed, policy=policy)
-    elif policy.every > 1:
-      body = lifts.remat(body, dataclasses.replace(policy, preset=None, every=1))
+    elif policy.every > 1 and not call.listed:
+      body = lifts.remat(body, policy.alone)
     return body(target, x, *call.cut(segment, call.listed), call.args, call.kwargs)
 
   @nn.nowrap
@@ -209,7 +209,10 @@ class StackedDecoder(nn.Module):
       one_layer = lifts.observe(one_layer, functools.partial(call.see, observer.get(), segment, run))
     if self.offload_params is not False:
       one_layer = lifts.offload_params(one_layer, self.selects)
-    one_layer = lifts.remat(one_layer, self.policy(segment.name).within, prevent_cse=not rolled)
+    policy = self.policy(segment.name)
+    # Layer by layer over lists there is no loop that `levels` or `every` could shape: each layer is a region.
+    policy = policy.alone if call.listed else policy.within
+    one_layer = lifts.remat(one_layer, policy, prevent_cse=not rolled)
     # The stack's own key, before any segment's or layer's name is folded in, is the same for all of them.
     shared = {s: self.scope.rngs[s] for s in self.shared_rngs if s in self.scope.rngs}
     return lifts.with_rngs(one_layer, shared) if shared else one_layer

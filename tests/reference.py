@@ -35,6 +35,20 @@ class Layer(nn.Module):
     return x + self.scale * (h if mask is None else h * mask)
 
 
+def make_variables(stack, *args, seed=0, **kwargs):
+  """Variables of a stack filled with small random numbers; compiling `init` would take longer than most tests."""
+  shapes = jax.eval_shape(lambda: stack.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, *args, **kwargs))
+  shapes = {c: tree for c, tree in shapes.items() if c in ("params", "batch_stats", "cache")}
+  rng = np.random.default_rng(seed)
+
+  def fill(path, leaf):
+    if path[0].key != "params":
+      return jnp.zeros(leaf.shape, leaf.dtype)
+    return jnp.asarray(rng.normal(0.3 if leaf.ndim < 2 else 0.0, 0.3, leaf.shape), leaf.dtype)
+
+  return jax.tree_util.tree_map_with_path(fill, shapes)
+
+
 @dataclasses.dataclass
 class Where:
   """Where a layer's variables stand in a stack's: path, and for each stacked axis (outermost last) its index."""
@@ -64,6 +78,28 @@ def take_layer(tree, plan, index, axis=0):
     return leaf
 
   return jax.tree.map(take, tree, is_leaf=is_box)
+
+
+def restacked(params, plan, axis):
+  """Unboxed parameters of a stack with param axis 0, along another axis."""
+  out = {}
+  for segment in plan:
+    for run in segment.runs:
+      depth = len(segment.axes(run))
+
+      def move(leaf):
+        leaf = value(leaf)
+        for outer in reversed(range(depth)):  # the innermost axis was added first
+          leaf = jnp.moveaxis(leaf, outer, outer + stacked_axis(axis, leaf.ndim - outer))
+        return leaf
+
+      tree = params[segment.name][run.name] if segment.is_cycle else params[segment.name]
+      moved = jax.tree.map(move, tree, is_leaf=is_box)
+      if segment.is_cycle:
+        out.setdefault(segment.name, {})[run.name] = moved
+      else:
+        out[segment.name] = moved
+  return out
 
 
 def layers_of(variables, plan, axis=0, scan=True):

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import linen_stack as ls
-from tests.reference import PLANS, assert_close, layers_of, loop
+from tests.reference import PLANS, assert_close, layers_of, loop, make_variables, restacked
 
 BATCH = 4  # as many as the layers of the homogeneous plan: a mask sliced by mistake would still have a shape that fits
 X = jax.random.normal(jax.random.key(0), (BATCH, 8))
@@ -16,9 +16,10 @@ PRESETS = ls.RematPolicy.presets()
 
 
 @functools.lru_cache(maxsize=None)
-def variables_of(plan_name, axis=0, scan=True):
-  stack = ls.StackedDecoder(PLANS[plan_name], param_axis=axis, scan=scan)
-  return jax.jit(stack.init)(jax.random.key(2), X)
+def variables_of(plan_name, axis=0):
+  """The same numbers along every axis."""
+  plan = PLANS[plan_name]
+  return {"params": restacked(make_variables(ls.StackedDecoder(plan), X)["params"], plan, axis)}
 
 
 @functools.lru_cache(maxsize=None)
@@ -31,7 +32,7 @@ def expected(plan_name):
     y, _ = loop(plan, [{"params": p} for p in layers], X, MASK)
     return (y ** 2).sum()
 
-  value, grads = jax.jit(jax.value_and_grad(loss))(layers)
+  value, grads = jax.value_and_grad(loss)(layers)
   return value, grads, adam(layers, grads)
 
 
