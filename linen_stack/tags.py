@@ -78,7 +78,8 @@ def tags(jaxpr: Any) -> list[Tag]:
   return found
 
 
-def _walk(jaxpr: Any, values: dict[Any, int], trips: tuple[int, ...], fresh: Iterator[int], found: list[Tag]) -> list[int]:
+def _walk(jaxpr: Any, values: dict[Any, int], trips: tuple[int, ...], fresh: Iterator[int],
+          found: list[Tag]) -> list[int]:
   """Adds a program's tags to `found`; returns the values of its results. `values` holds what is known of its inputs."""
 
   def value(var: Any) -> int:
@@ -95,7 +96,7 @@ def _walk(jaxpr: Any, values: dict[Any, int], trips: tuple[int, ...], fresh: Ite
       continue
     if name == "custom_vjp_call":
       body = _forward_rule(eqn)
-      # The rule returns results and then residuals, or the other way round: sizes do not tell, so results count as new.
+      # Which of the rule's outputs are results and which residuals is not told, so results count as new values.
       _walk(body, dict(zip(body.invars, given[eqn.params.get("num_consts", 0):])), trips, fresh, found)
       continue
     loop = (*trips, eqn.params["length"]) if name == "scan" else trips

@@ -72,7 +72,8 @@ def test_none_has_no_remat(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("chain", [
-    ("full", "save_qkv_proj", "save_dot_except_mlp", "save_dot_except_mlpwi", "minimal", "minimal_with_context", "none"),
+    ("full", "save_qkv_proj", "save_dot_except_mlp", "save_dot_except_mlpwi", "minimal", "minimal_with_context",
+     "none"),
     ("full", "save_out_proj", "save_dot_except_mlp", "save_dot_with_context_except_mlp", "none"),
     ("full", "qkv_proj_offloaded", "minimal_offloaded"),
 ], ids=lambda chain: chain[1])

@@ -38,7 +38,8 @@ def test_bytes_equal_the_buffers_of_the_program(preset, layout):
     reported[row.stacked] += row.buffers
   assert reported == buffers
   assert report.total() == sum(math.prod(shape) * 4 * count for shape, count in buffers.items())
-  assert report.total() == sum(report.by_name().values()) == sum(report.by_place().values()) == sum(report.by_segment().values())
+  for sums in (report.by_name(), report.by_place(), report.by_segment()):
+    assert report.total() == sum(sums.values())
 
 
 @pytest.mark.parametrize("options, stacked, buffers", [
@@ -49,7 +50,8 @@ def test_bytes_equal_the_buffers_of_the_program(preset, layout):
 def test_rows_of_a_cycle(options, stacked, buffers):
   report = report_of(ls.StackedDecoder(plan("cycle"), remat="save_qkv_proj", **options))
   for run in ("local", "global"):
-    rows = {row.name: row for row in report.rows if (row.segment, row.run) == ("layers", run) and row.kind in ("tag", "carry")}
+    of_run = [row for row in report.rows if (row.segment, row.run) == ("layers", run)]
+    rows = {row.name: row for row in of_run if row.kind in ("tag", "carry")}
     named = {"query_proj", "key_proj", "value_proj"}
     # Without a loop, the hidden states that enter the first layer are the function's own argument.
     entering = buffers[run] - (options == {"scan": False} and run == "local")
@@ -168,8 +170,8 @@ def test_kernel_that_tags_in_its_forward_rule():
 
 def test_whole_model_of_real_size():
   layer = ls.LayerSpec(DecoderLayer, embed=4096, mlp=14336, num_heads=32, num_kv_heads=8, dtype=jnp.bfloat16)
-  model = LanguageModel(stack=ls.StackedDecoder(ls.Plan.homogeneous(layer, 32), remat="save_qkv_proj"), vocab=128256, embed=4096,
-                        dtype=jnp.bfloat16)
+  stack = ls.StackedDecoder(ls.Plan.homogeneous(layer, 32), remat="save_qkv_proj")
+  model = LanguageModel(stack=stack, vocab=128256, embed=4096, dtype=jnp.bfloat16)
   tokens = jax.ShapeDtypeStruct((8, 8192), jnp.int32)
   variables = jax.eval_shape(lambda t: model.init(jax.random.key(0), t), tokens)
   report = residuals(lambda v, t: jnp.sum(model.apply(v, t)), variables, tokens)

@@ -14,7 +14,7 @@ from linen_stack.inspect import render
 from linen_stack.inspect.watch import Place, Watch, watching
 from linen_stack.per_layer import indices
 
-# Gradients that are zero but for rounding are not compared with themselves: this part of the largest one is the least scale.
+# Gradients that are zero but for rounding are not compared with themselves: no scale is below this part of the largest.
 _LEAST_SCALE = 1e-3
 
 
@@ -70,16 +70,12 @@ def check_gradients(stack: nn.Module, *args: Any, rtol: float = 1e-5, seed: int 
     raise TypeError("check_gradients computes gradients and needs arrays with values, not jax.ShapeDtypeStruct")
   key = jax.random.key(seed)
   rngs = {"params": key, "dropout": jax.random.fold_in(key, 1)}
-
-  def init(key):
-    variables = stack.init(rngs, *args, **kwargs)
-    return {**variables, "params": _disturbed(variables.get("params", {}), key)}
-
   with watching() as watch:
-    variables = jax.jit(init)(jax.random.fold_in(key, 2))
+    variables = jax.jit(lambda: stack.init(rngs, *args, **kwargs))()
   if not watch.stacks:
     raise ValueError(f"{type(stack).__name__} calls no StackedDecoder when it is initialised")
-  leaves, tree = jax.tree.flatten((variables["params"], args, kwargs))
+  params = _disturbed(variables.get("params", {}), seed)
+  leaves, tree = jax.tree.flatten((params, args, kwargs))
   floats = {i: jnp.asarray(leaf) for i, leaf in enumerate(leaves)
             if isinstance(leaf, (jax.Array, np.ndarray, np.generic)) and jnp.issubdtype(leaf.dtype, np.inexact)}
 
@@ -90,29 +86,31 @@ def check_gradients(stack: nn.Module, *args: Any, rtol: float = 1e-5, seed: int 
 
   def gradients(floats):
     out, back = jax.vjp(call, floats)
-    keys = jax.random.split(jax.random.fold_in(key, 3), len(out))
+    keys = jax.random.split(jax.random.fold_in(key, 2), len(out))
     return back([jax.random.normal(k, leaf.shape, leaf.dtype) for k, leaf in zip(keys, out)])[0]
 
   # The function is made anew for each, as jax would take two equal ones for one.
   found = []
   for remat in (None, "full"):
     with watching(remat=remat):
-      found.append(jax.device_get(jax.jit(lambda floats: gradients(floats))(floats)))  # pylint: disable=unnecessary-lambda
-  paths = [path for path, _ in jax.tree_util.tree_leaves_with_path((variables["params"], args, kwargs))]
+      run = jax.jit(lambda floats: gradients(floats))  # pylint: disable=unnecessary-lambda
+      found.append(jax.device_get(run(floats)))
+  paths = [path for path, _ in jax.tree_util.tree_leaves_with_path((params, args, kwargs))]
   return _compare({_label(paths[i]): (found[0][i], found[1][i]) for i in floats}, watch, rtol)
 
 
-def _disturbed(params: Any, key: jax.Array) -> Any:
+def _disturbed(params: Any, seed: int) -> Any:
   """Parameters with a tenth of their size added at random, also to those that start as ones or zeros."""
-  leaves, tree = jax.tree.flatten(params)
+  random = np.random.default_rng(seed)
 
-  def disturb(leaf, key):
+  def disturb(leaf):
     if not jnp.issubdtype(leaf.dtype, np.floating):
       return leaf
-    scale = jnp.sqrt(jnp.mean(jnp.square(leaf)))
-    return leaf + (0.1 * jnp.where(scale > 0, scale, 1) * jax.random.normal(key, leaf.shape)).astype(leaf.dtype)
+    wide = np.asarray(leaf, np.float32)
+    scale = np.sqrt(np.mean(np.square(wide))) or 1.0
+    return jnp.asarray(wide + 0.1 * scale * random.standard_normal(wide.shape, np.float32), leaf.dtype)
 
-  return tree.unflatten(map(disturb, leaves, jax.random.split(key, max(len(leaves), 1))))
+  return jax.tree.map(disturb, params)
 
 
 def _label(path: Any) -> str:
@@ -140,7 +138,8 @@ def _compare(pairs: dict[str, tuple[Any, Any]], watch: Watch, rtol: float) -> Gr
   return GradientReport(rtol, max((worst for _, worst in differences), default=0.0), leaf, layer, tuple(differences))
 
 
-def _layers(label: str, a: np.ndarray, b: np.ndarray, watch: Watch) -> Iterator[tuple[int | None, np.ndarray, np.ndarray]]:
+def _layers(label: str, a: np.ndarray, b: np.ndarray,
+            watch: Watch) -> Iterator[tuple[int | None, np.ndarray, np.ndarray]]:
   """Two gradients cut into layers, with the layers' indices in the decoder."""
   keys = tuple(label.split("/"))
   for path, index in watch.layers.items():

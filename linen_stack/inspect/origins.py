@@ -1,4 +1,4 @@
-"""Where a value of a program comes from: walks back through loops, calls, copies and tags to the equation that made it."""
+"""Where a value of a program comes from: back through loops, calls, copies and tags to the equation that made it."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -203,7 +203,8 @@ def carry_marks(frame: Frame, trips: tuple[int, ...] = ()) -> Iterator[tuple[str
     if eqn.primitive.name == "name" and eqn.params["name"] == CARRY_MARK:
       yield frame.name_stack(eqn), trips
     for inner in _bodies_of(eqn):
-      yield from carry_marks(frame.inside(eqn, inner), (*trips, eqn.params["length"]) if eqn.primitive.name == "scan" else trips)
+      around = (*trips, eqn.params["length"]) if eqn.primitive.name == "scan" else trips
+      yield from carry_marks(frame.inside(eqn, inner), around)
 
 
 def _bodies_of(eqn: Any) -> Iterator[Any]:

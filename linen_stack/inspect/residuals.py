@@ -1,4 +1,4 @@
-"""`residuals`: what the backward pass of a function keeps from the forward pass, read from its program without compiling."""
+"""`residuals`: what the backward pass of a function keeps of the forward pass, read from its program, not compiled."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
@@ -113,16 +113,17 @@ class ResidualReport:
   def _parts(self) -> list[Any]:
     head = ("segment", "run", "value", "from", "per layer", "buffer", "dtype", "x", "place", "extent", "bytes")
     cells = tuple((row.segment or "-", row.run or "-", row.name, row.scope or "-", render.shape(row.shape),
-                   render.shape(row.stacked), row.dtype, str(row.buffers), row.place, row.extent if row.segment else "-",
-                   render.size(row.bytes)) for row in self.rows)
+                   render.shape(row.stacked), row.dtype, str(row.buffers), row.place,
+                   row.extent if row.segment else "-", render.size(row.bytes)) for row in self.rows)
     total = f"kept: {render.size(self.total('device'))} on device, {render.size(self.total('host'))} on host"
     held = sum(row.bytes for row in self.arguments)
     arguments = f"read again from arguments: {render.plural(len(self.arguments), 'array')}, {render.size(held)}"
     return [render.Table(head, cells, right=("x", "bytes")), f"{total}\n{arguments}"]
 
 
-def residuals(fn: Callable[..., Any], *args: Any, argnums: int | Sequence[int] | None = None, **kwargs: Any) -> ResidualReport:
-  """What the backward pass of `fn(*args, **kwargs)` keeps. Nothing is computed or compiled; sizes are those of whole arrays.
+def residuals(fn: Callable[..., Any], *args: Any, argnums: int | Sequence[int] | None = None,
+              **kwargs: Any) -> ResidualReport:
+  """What the backward pass of `fn(*args, **kwargs)` keeps. Computes and compiles nothing; sizes are of whole arrays.
 
   Example::
 
@@ -142,8 +143,8 @@ def residuals(fn: Callable[..., Any], *args: Any, argnums: int | Sequence[int] |
   wanted = _positions(argnums, len(args))
   arrays = [leaf for _, leaf in leaves if _is_array(leaf)]
   paths = [path for path, leaf in leaves if _is_array(leaf)]
-  by = [i for i, (path, leaf) in enumerate(zip(paths, arrays))
-        if jax.numpy.issubdtype(leaf.dtype, np.inexact) and (wanted is None or (path[0].idx == 0 and path[1].idx in wanted))]
+  chosen = [wanted is None or (path[0].idx == 0 and path[1].idx in wanted) for path in paths]
+  by = [i for i, leaf in enumerate(arrays) if chosen[i] and jax.numpy.issubdtype(leaf.dtype, np.inexact)]
   if not by:
     raise ValueError("there is no array of a floating dtype to differentiate by among the arguments")
 
@@ -154,7 +155,8 @@ def residuals(fn: Callable[..., Any], *args: Any, argnums: int | Sequence[int] |
 
   def forward(arrays):
     # The function that jax.vjp returns is a tree, and its leaves are what it keeps.
-    return jax.vjp(lambda some: call([some.get(i, array) for i, array in enumerate(arrays)]), {i: arrays[i] for i in by})[1]
+    of_floats = lambda floats: call([floats.get(i, array) for i, array in enumerate(arrays)])
+    return jax.vjp(of_floats, {i: arrays[i] for i in by})[1]
 
   with watching(mark=True) as watch:
     program = jax.make_jaxpr(forward)(arrays).jaxpr
@@ -210,7 +212,8 @@ def _report(program: Any, watch: Watch, labels: list[str]) -> ResidualReport:
                         tuple(row for row in rows if row.kind == "argument"))
 
 
-def _row(aval: Any, origin: Origin, watch: Watch, loops: dict[Place, tuple[int, ...]], labels: list[str]) -> tuple[Residual, int]:
+def _row(aval: Any, origin: Origin, watch: Watch, loops: dict[Place, tuple[int, ...]],
+         labels: list[str]) -> tuple[Residual, int]:
   """A row for one buffer, with its size apart so that equal rows are equal."""
   name, kind = _name(origin, labels)
   if origin.argument is not None:
@@ -227,9 +230,9 @@ def _row(aval: Any, origin: Origin, watch: Watch, loops: dict[Place, tuple[int, 
   shape = stacked[min(len(trips), len(over)):] if place is not None else stacked[len(trips):]
   count = math.prod(stacked) * aval.dtype.itemsize
   row = Residual(
-      segment=place and place.segment.name, run=place and place.run.name, name=name, kind=kind, shape=shape, stacked=stacked,
-      dtype=str(aval.dtype), place=str(aval.memory_space).rsplit(".", maxsplit=1)[-1].lower(), extent=extent, buffers=0,
-      bytes=0, scope="" if kind in ("argument", "carry") else _scope(origin.name_stack))
+      segment=place and place.segment.name, run=place and place.run.name, name=name, kind=kind, shape=shape,
+      stacked=stacked, dtype=str(aval.dtype), place=str(aval.memory_space).rsplit(".", maxsplit=1)[-1].lower(),
+      extent=extent, buffers=0, bytes=0, scope="" if kind in ("argument", "carry") else _scope(origin.name_stack))
   return row, count
 
 

@@ -23,7 +23,7 @@ CARRY_MARK = "linen_stack: carry"
 STACK_SCOPE = "linen_stack stack;"
 PLACE_SCOPE = re.compile(r"linen_stack place (\d+);")
 
-# Part of the keys of jax's caches: a function that was traced before is traced again, and never served with marks in it.
+# A part of the keys of jax's caches: what was traced before is traced again, and what has marks is not used again.
 _watching = jax.make_user_context(None)
 _calls = itertools.count(1)
 
