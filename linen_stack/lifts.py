@@ -13,6 +13,7 @@ be told from one that is stacked, and there is no Python loop over stacked varia
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+import dataclasses
 import functools
 import inspect
 from typing import Any
@@ -129,6 +130,36 @@ def is_array(x: Any) -> bool:
   return isinstance(x, (jax.Array, np.ndarray, np.generic))
 
 
+# The mark of targets that start by rematerialising: they take parameters as `Slice`s.
+TAKES_SLICES = "takes_slices"
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class Slice:
+  """Row `index` of a stacked leaf, not taken yet.
+
+  In a Python loop under an outer loop, rows taken outside a rematerialised region are values that the backward pass
+  keeps, a copy of every weight. Taken inside, only the stack is kept, which exists anyway.
+  """
+
+  stack: Any
+  index: int
+
+  def tree_flatten(self):
+    return (self.stack,), self.index
+
+  @classmethod
+  def tree_unflatten(cls, index, children):
+    return cls(children[0], index)
+
+
+def _take_slices(tree: Any) -> Any:
+  is_slice = lambda x: isinstance(x, Slice)
+  return jax.tree.map(lambda x: jax.lax.index_in_dim(x.stack, x.index, keepdims=False) if is_slice(x) else x, tree,
+                      is_leaf=is_slice)
+
+
 def _split_static(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
   """The array leaves of `tree`, and a function that puts (traced) arrays back among its Python values."""
   leaves, treedef = jax.tree.flatten(tree)
@@ -165,6 +196,11 @@ def offload_params(target: Any, select: Callable[[str, Any], bool] | None = None
     return lift(fn, stage, "offload_params")
 
   return lift_transform(lifted, target, select=select, methods=methods)
+
+
+def all_but_fetched(prim: Any, *_: Any, **__: Any) -> bool:
+  """A JAX checkpoint policy that saves everything but what was copied from the host, which is fetched again."""
+  return prim.name != "device_put"
 
 
 def _fetch(params: Any, select: Callable[[str, Any], bool] | None) -> Any:
@@ -216,6 +252,7 @@ def remat(target: Any, policy: Any = "full", *, prevent_cse: bool | tuple[bool, 
 
       def region(variables, rngs, arrays):
         (carry, *args), kwargs = rebuild(arrays)
+        variables = _take_slices(variables)
         return pure(variables, rngs, tag_carry(policy, carry), *args, **kwargs)
 
       flags = (cse[0], cse[1], cse[1]) if isinstance(cse, tuple) else cse
@@ -223,7 +260,9 @@ def remat(target: Any, policy: Any = "full", *, prevent_cse: bool | tuple[bool, 
 
     return lift(fn, stage, "remat")
 
-  return lift_transform(lifted, target, methods=methods)
+  wrapped = lift_transform(lifted, target, methods=methods)
+  setattr(getattr(wrapped, "func", wrapped), TAKES_SLICES, True)
+  return wrapped
 
 
 def tag_carry(policy: RematPolicy, carry: Any) -> Any:

@@ -42,7 +42,8 @@ def scan(target: Any, length: int, param_axis: int = 0, *, variable_axes: Mappin
          variable_broadcast: Any = False, variable_carry: Any = False, variable_in_place: Any = "cache",
          split_rngs: Mapping[Any, bool] | None = None, in_axes: Any = broadcast, out_axes: Any = 0,
          reverse: bool = False, unroll: int = 1, metadata_params: Mapping[Any, Any] | None = None, methods: Any = None,
-         update: bool = False, levels: Sequence[int] = (), region: Callable[..., Any] | None = None) -> Any:
+         update: bool = False, levels: Sequence[int] = (), region: Callable[..., Any] | None = None,
+         unroll_inner: bool = False) -> Any:
   """Applies a layer `length` times over stacked variables, tracing it once: `nn.scan` with `params` at `param_axis`.
 
   The target is called as `(module, carry, *args, **kwargs)` and returns `(carry, output)`.
@@ -66,25 +67,28 @@ def scan(target: Any, length: int, param_axis: int = 0, *, variable_axes: Mappin
       the outputs do not fit that argument, they are stacked as usual, at the price of a second trace.
     levels: sizes of nested loops, outermost first, whose product is `length`. The stacked variables stay flat.
     region: applied to the body of every loop of `levels` but the innermost, e.g. a `jax.checkpoint`.
+    unroll_inner: run the innermost loop of `levels` as a Python loop.
 
   Raises:
     ValueError: stacked variables whose layer axis does not have the size `length`; a carry that changes.
   """
   return _lift_loop(target, methods, _Loop(
       length, param_axis, variable_axes, variable_broadcast, variable_carry, variable_in_place, split_rngs, in_axes,
-      out_axes, reverse, unroll, metadata_params, update, tuple(levels), region))
+      out_axes, reverse, unroll, metadata_params, update, tuple(levels), region, unroll_inner))
 
 
 def static_unroll(target: Any, length: int, param_axis: int = 0, *, methods: Any = None, **options: Any) -> Any:
   """`scan` run as a Python loop over the same stacked variables: same tree, keys, metadata and results.
 
   Each layer is traced on its own, so a program grows with `length`; what it gains is straight-line code, which the
-  compiler can offload from under an outer loop. Takes the arguments of `scan`, but for `unroll`, `levels` and `region`.
+  compiler can offload from under an outer loop. Takes the arguments of `scan`, but for those that shape the loop
+  (`unroll`, `levels`, `region`, `unroll_inner`).
   """
-  for option in ("unroll", "levels", "region"):
+  for option in ("unroll", "levels", "region", "unroll_inner"):
     if option in options:
       raise TypeError(f"static_unroll is one fully unrolled loop; it takes no {option}")
-  return _lift_loop(target, methods, _Loop(length, param_axis, **options, rolled=False))
+  return _lift_loop(target, methods, _Loop(length, param_axis, **options, rolled=False,
+                                           lazy=getattr(target, lifts.TAKES_SLICES, False)))
 
 
 def split_key(lazy: LazyRng, length: int) -> LazyRng:
@@ -125,7 +129,10 @@ class _Loop:
   update: bool = False
   levels: tuple[int, ...] = ()
   region: Callable[..., Any] | None = None
+  unroll_inner: bool = False
   rolled: bool = True
+  lazy: bool = False
+  """Hand parameters to the target of a Python loop as `lifts.Slice`s."""
 
   @property
   def metadata(self) -> Mapping[Any, Any]:
@@ -236,9 +243,12 @@ class _Loop:
 
   def _drive(self, body, state, xs):
     if not self.rolled:
-      return self._python_loop(body, state, xs)
+      return self._python_loop(body, state, xs, self.length)
     *outer, size = self.levels or (self.length,)
-    loop = lambda state, xs: jax.lax.scan(body, state, xs, length=size, reverse=self.reverse, unroll=self.unroll)
+    if self.unroll_inner:
+      loop = lambda state, xs: self._python_loop(body, state, xs, size)
+    else:
+      loop = lambda state, xs: jax.lax.scan(body, state, xs, length=size, reverse=self.reverse, unroll=self.unroll)
     for length in reversed(outer):
       loop = functools.partial(jax.lax.scan, self.region(loop) if self.region else loop, length=length, reverse=self.reverse)
     if outer:
@@ -248,16 +258,20 @@ class _Loop:
       ys = jax.tree.map(lambda y: y.reshape(self.length, *y.shape[len(self.levels):]), ys)
     return state, ys
 
-  def _python_loop(self, body, state, xs):
+  def _python_loop(self, body, state, xs, length):
     index, stacked, split_keys, scanned = xs
 
     def part(i, axis, arg):
       return arg[i] if axis is listed else _take(arg, i)
 
-    ys: list[Any] = [None] * self.length
-    for i in reversed(range(self.length)) if self.reverse else range(self.length):
+    def variables(i):
+      return tuple({c: jax.tree.map(lambda x: lifts.Slice(x, i), v) if self.lazy and c == "params" else _take(v, i)
+                    for c, v in cols.items()} for cols in stacked)
+
+    ys: list[Any] = [None] * length
+    for i in reversed(range(length)) if self.reverse else range(length):
       parts = jax.tree.map(functools.partial(part, i), self.in_axes, scanned)
-      state, ys[i] = body(state, (index and index[i], _take(stacked, i), _take(split_keys, i), parts))
+      state, ys[i] = body(state, (None if index is None else index[i], variables(i), _take(split_keys, i), parts))
     stack = lambda *trees: jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
     outputs, *made = zip(*ys)
     return state, (list(outputs) if self.out_axes is listed else stack(*outputs), *(stack(*trees) for trees in made))

@@ -152,7 +152,8 @@ class StackedDecoder(nn.Module):
     if segment.is_cycle:
       target, body = _Block(functools.partial(self._runs, segment, call), name=segment.name), _call_block
     else:
-      rolled = segment.length > 1 and self.unroll == 1 and not call.listed
+      straight = call.listed or self.unroll > 1 or (policy.levels is not None and bool(policy.offload))
+      rolled = segment.length > 1 and not straight
       target, body = build(segment.block[0], segment.name), self._layer(segment, segment.runs[0], call, rolled)
     if segment.length > 1:
       body = self._loop(body, segment.length, segment.name, call, rolled=not call.listed, policy=policy)
@@ -190,7 +191,9 @@ class StackedDecoder(nn.Module):
       return loops.static_unroll(body, length, self.param_axis, **options)
     if policy is not None:
       nested = levels(self.plan[name], policy)
-      options.update(unroll=self.unroll, levels=nested, region=functools.partial(_region, policy) if nested else None)
+      # Values cannot be offloaded from two nested loops, so the inner one is straight-line code then.
+      options.update(unroll=self.unroll, levels=nested, region=functools.partial(_region, policy) if nested else None,
+                     unroll_inner=bool(nested and policy.offload))
     return loops.scan(body, length, self.param_axis, **options)
 
   @nn.nowrap
@@ -212,6 +215,8 @@ class StackedDecoder(nn.Module):
     policy = self.policy(segment.name)
     # Layer by layer over lists there is no loop that `levels` or `every` could shape: each layer is a region.
     policy = policy.alone if call.listed else policy.within
+    if self.offload_params is not False and not policy.remat and self.policy(segment.name).every == 1:
+      policy = RematPolicy(base=lifts.all_but_fetched)  # without any remat, the fetched copies would be kept as well
     one_layer = lifts.remat(one_layer, policy, prevent_cse=not rolled)
     # The stack's own key, before any segment's or layer's name is folded in, is the same for all of them.
     shared = {s: self.scope.rngs[s] for s in self.shared_rngs if s in self.scope.rngs}

@@ -22,7 +22,7 @@ class Counter(nn.Module):
   def __call__(self, x, cache=None, *, index):
     size = 6 if self.wide else 3
     own = self.variable("cache", "count", jnp.zeros, (size,))
-    if not self.is_initializing():
+    if self.is_mutable_collection("cache") and not self.is_initializing():
       own.value += index
     x = x * self.param("gain", nn.initializers.ones, ())
     return x if cache is None else (x, jax.tree.map(lambda c: c + index, cache))

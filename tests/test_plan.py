@@ -106,13 +106,13 @@ DIFFERENT = [
 ]
 
 
-@pytest.mark.parametrize("a, b", SAME, ids=repr)
+@pytest.mark.parametrize("a, b", SAME, ids=[str(i) for i in range(len(SAME))])
 def test_specs_with_same_arguments_are_equal_and_hash_alike(a, b):
   assert LayerSpec(Layer, arg=a) == LayerSpec(Layer, arg=b)
   assert hash(LayerSpec(Layer, arg=a)) == hash(LayerSpec(Layer, arg=b))
 
 
-@pytest.mark.parametrize("a, b", DIFFERENT, ids=repr)
+@pytest.mark.parametrize("a, b", DIFFERENT, ids=[str(i) for i in range(len(DIFFERENT))])
 def test_specs_that_could_trace_differently_are_not_equal(a, b):
   assert LayerSpec(Layer, arg=a) != LayerSpec(Layer, arg=b)
   assert LayerSpec(Layer, arg=b) != LayerSpec(Layer, arg=a)

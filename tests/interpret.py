@@ -1,0 +1,61 @@
+"""Runs traced programs equation by equation.
+
+Compiling a program takes seconds and running it takes none; sweeps over many programs therefore run what JAX traced
+(the scans, remats and calls, as they stand in the jaxpr) one primitive at a time, which JAX compiles once per shape.
+"""
+import jax
+from jax.extend import core
+import jax.numpy as jnp
+
+
+def run(fn, *args):
+  """`jax.jit(fn)(*args)`, interpreted."""
+  program, out = jax.make_jaxpr(fn, return_shape=True)(*args)
+  results = _eval(program.jaxpr, program.consts, jax.tree.leaves(args))
+  return jax.tree.unflatten(jax.tree.structure(out), results)
+
+
+def value_and_grad(fn, has_aux=False):
+  return lambda *args: run(jax.value_and_grad(fn, has_aux=has_aux), *args)
+
+
+def _eval(jaxpr, consts, args):
+  values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args]))
+  read = lambda atom: atom.val if isinstance(atom, core.Literal) else values[atom]
+  for eqn in jaxpr.eqns:
+    out = _call(eqn, [read(atom) for atom in eqn.invars])
+    values.update(zip(eqn.outvars, out))
+  return [read(atom) for atom in jaxpr.outvars]
+
+
+def _closed(inner):
+  return (inner.jaxpr, inner.consts) if isinstance(inner, core.ClosedJaxpr) else (inner, [])
+
+
+def _call(eqn, args):
+  name, params = eqn.primitive.name, eqn.params
+  if name == "scan":
+    return _scan(params, args)
+  for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+    if key in params:
+      jaxpr, consts = _closed(params[key])
+      return _eval(jaxpr, consts, args)
+  out = eqn.primitive.bind(*args, **params)
+  return out if eqn.primitive.multiple_results else [out]
+
+
+def _scan(params, args):
+  jaxpr, closed = _closed(params["jaxpr"])
+  num_consts, num_carry = params["num_consts"], params["num_carry"]
+  consts, carry, xs = args[:num_consts], args[num_consts:num_consts + num_carry], args[num_consts + num_carry:]
+  ys = [None] * params["length"]
+  xs = [_rows(x) for x in xs]
+  for i in reversed(range(params["length"])) if params["reverse"] else range(params["length"]):
+    out = _eval(jaxpr, closed, [*consts, *carry, *(x[i] for x in xs)])
+    carry, ys[i] = out[:num_carry], out[num_carry:]
+  return [*carry, *(jnp.stack(column) for column in zip(*ys))]
+
+
+def _rows(x):
+  # Arrays in host memory cannot be indexed.
+  return jax.device_put(x, jax.memory.Space.Device) if getattr(x.sharding, "memory_kind", None) == "pinned_host" else x
