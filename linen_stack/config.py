@@ -66,8 +66,8 @@ class StackConfig:
 
   @classmethod
   def from_maxtext(cls, config: Mapping[str, Any],
-                   layer: Callable[[maxtext.LayerKind, int], LayerSpec] | None = None) -> StackConfig:
-    """Reads a MaxText config. `linen_stack.maxtext` says which fields, and which layers need `layer(kind, index)`.
+                   layer: Callable[[int, maxtext.LayerKind], LayerSpec] | None = None) -> StackConfig:
+    """Reads a MaxText config. `linen_stack.maxtext` says which fields, and which layers need `layer(index, kind)`.
 
     The names of the fields that are ignored are logged. Raises ValueError or TypeError, with the field, for what cannot be
     honoured.

@@ -49,7 +49,7 @@ _OLD_PRESETS = {"minimal_flash": "minimal_with_context"}
 _EXPERT_BLOCKS = ("deepseek", "deepseek4")
 # Blocks that the reference layer is.
 _REFERENCE = ("llama2", "mistral", "qwen3")
-_PASS_LAYER = "pass layer=, a function of a layer's kind and index that returns its LayerSpec"
+_PASS_LAYER = "pass layer=, a function of a layer's index and kind that returns its LayerSpec"
 
 # Other ways to run a stack: the field, and the value that does not ask for it.
 _OTHER_STACKS = {"dcn_pipeline_parallelism": 1, "ici_pipeline_parallelism": 1, "use_batch_split_schedule": False}
@@ -102,12 +102,12 @@ class Translation:
   """The fields of the MaxText config that have no part in it."""
 
 
-def translate(config: Mapping[str, Any], layer: Callable[[LayerKind, int], LayerSpec] | None = None) -> Translation:
+def translate(config: Mapping[str, Any], layer: Callable[[int, LayerKind], LayerSpec] | None = None) -> Translation:
   """Translates a MaxText config.
 
   Args:
     config: fields and values, flat, as MaxText's YAML files have them.
-    layer: called with a layer's kind and index, returns its spec. A config names classes by module, so the class must
+    layer: called with a layer's index and kind, returns its spec. A config names classes by module, so the class must
       be importable, and its arguments must be plain values or dtypes. What is read of MaxText's sizes beyond those of
       the language model is up to this function. Without it all layers are the reference layer.
 
@@ -207,13 +207,13 @@ def _reference_layers(fields: Fields, kinds: list[LayerKind]) -> dict[str, Any]:
   }
 
 
-def _made_layers(kinds: list[LayerKind], layer: Callable[[LayerKind, int], LayerSpec]) -> dict[str, Any]:
+def _made_layers(kinds: list[LayerKind], layer: Callable[[int, LayerKind], LayerSpec]) -> dict[str, Any]:
   """The same: layers that a function made, as segments of named specs."""
   specs = []
   for i, kind in enumerate(kinds):
-    specs.append(layer(kind, i))
+    specs.append(layer(i, kind))
     if not isinstance(specs[i], LayerSpec):
-      raise TypeError(f"layer({kind}, {i}) must return a LayerSpec, not {specs[i]!r}")
+      raise TypeError(f"layer({i}, {kind}) must return a LayerSpec, not {specs[i]!r}")
   names: dict[LayerSpec, str] = {}
   for spec in specs:
     if spec not in names:

@@ -65,7 +65,7 @@ class Layer(nn.Module):
     return x + nn.Dense(self.embed, dtype=self.dtype)(x)
 
 
-def by_kind(kind, index):
+def by_kind(index, kind):
   del index
   return LayerSpec(Layer, name=kind.label, kind=kind.label)
 
@@ -79,10 +79,10 @@ def kinds_of(config):
   """The kinds that `layer` is called with, in order."""
   kinds = []
 
-  def layer(kind, index):
+  def layer(index, kind):
     assert index == len(kinds)
     kinds.append(kind)
-    return by_kind(kind, index)
+    return by_kind(index, kind)
 
   translate(config, layer)
   return kinds
@@ -129,7 +129,7 @@ def test_published_models_with_layers_of_many_kinds(config, expected):
 
 
 def test_gemma3_27b_has_a_cycle_of_its_own_and_a_remainder():
-  def layer(kind, index):
+  def layer(index, kind):
     assert kind.position == index % 6
     return LayerSpec(Layer, "full" if kind.position == 5 else "sliding")
 
@@ -283,7 +283,7 @@ def test_the_config_is_plain_and_reads_back(config, layer):
 
 
 def test_layers_of_a_users_own_get_what_they_do_not_say_from_the_model():
-  def layer(kind, index):
+  def layer(index, kind):
     return LayerSpec(Layer, kind=kind.label, widths=(1, 2), **({"dtype": jnp.float32} if index else {}))
 
   layers = StackConfig.from_maxtext({**TINY, "num_decoder_layers": 2}, layer).plan().layers
@@ -296,7 +296,7 @@ def test_layers_of_a_users_own_get_what_they_do_not_say_from_the_model():
 # Bad input.
 
 
-def local_layer(kind, index):
+def local_layer(index, kind):
   class Local(Layer):
     pass
   return LayerSpec(Local)
@@ -364,11 +364,11 @@ def test_bad_fields(fields, error, message):
 
 
 @pytest.mark.parametrize("layer, error, message", [
-    (lambda kind, index: Layer, TypeError, r"layer\(LayerKind\(.*\), 0\) must return a LayerSpec, not <class.*Layer"),
+    (lambda index, kind: Layer, TypeError, r"layer\(0, LayerKind\(.*\)\) must return a LayerSpec, not <class.*Layer"),
     (local_layer, ValueError, "layer= gave LayerSpec.Local.*cannot be imported.*define it at the top of a module"),
-    (lambda kind, index: LayerSpec(Layer, kind=jnp.tanh), ValueError,
+    (lambda index, kind: LayerSpec(Layer, kind=jnp.tanh), ValueError,
      "layer= gave .*whose argument 'kind' is no plain value"),
-    (lambda kind, index: LayerSpec(Layer, kinds="moe"), ValueError, "has no argument 'kinds'; did you mean 'kind'?"),
+    (lambda index, kind: LayerSpec(Layer, kinds="moe"), ValueError, "has no argument 'kinds'; did you mean 'kind'?"),
 ])
 def test_bad_layer_functions(layer, error, message):
   with pytest.raises(error, match=message):
