@@ -30,6 +30,8 @@ class Command:
 COMMANDS: dict[str, Command] = {
     "plan": Command(
         "linen_stack.commands.plan", ("CONFIG",), "segments and parameters of a model, without allocating it"),
+    "audit": Command(
+        "linen_stack.commands.audit", ("CONFIG",), "what remat policies do with each tagged value; status 1 on errors"),
     "train": Command(
         "linen_stack.commands.train", ("CONFIG",), "train a model on text, and measure it on held-out text"),
     "generate": Command(
