@@ -16,58 +16,16 @@ from typing import Any, Literal
 
 import jax
 
+from linen_stack.jax_policies import called, either, names_first
 from linen_stack.plan import nearest
+from linen_stack.presets import PRESETS, Preset
 
 # The name by which layers tag the hidden states that enter them. A policy that offloads it is `carry="offload"`: the
 # stack then tags the carry itself, as CARRY_TAG, so that it works with and without the layer's own tag, and once.
 CARRY_NAME = "decoder_layer_input"
 CARRY_TAG = "layer_carry"
 
-# Separate, fused, low-rank (MLA) and expert spellings of one projection: a layer has the ones that it has.
-_QUERY_KEY_VALUE = ("query_proj", "key_proj", "value_proj", "qkv_proj", "kv_proj",
-                    "mla_q", "mla_kv", "query_wa_proj", "kv_wa_proj")
-_MLP_IN = ("mlpwi", "mlpwi_0", "mlpwi_1", "moe_mlpwi_0", "moe_mlpwi_1")
-_MLP_OUT = ("mlpwo", "moe_mlpwo")
-_PROJECTIONS = (*_QUERY_KEY_VALUE, "out_proj", *_MLP_IN, *_MLP_OUT)
-
-
-@dataclasses.dataclass(frozen=True)
-class Preset:
-  """Names of a preset and a line that says what it costs and when to take it. A layer needs only some of the names."""
-
-  note: str
-  save: tuple[str, ...] = ()
-  offload: tuple[str, ...] = ()
-  remat: bool = True
-
-
-PRESETS: dict[str, Preset] = {
-    "none": Preset("No remat: every intermediate value stays on device. Fastest; for models that fit with room to spare.",
-                   remat=False),
-    "full": Preset("Saves only each layer's input and runs the layer again backward: least memory, a third more FLOPs."),
-    "minimal": Preset("Saves every projection, recomputes attention and elementwise work: few extra FLOPs, much memory.",
-                      _PROJECTIONS),
-    "minimal_with_context": Preset("`minimal`, and the attention kernel's output, so that the kernel does not run again.",
-                                   (*_PROJECTIONS, "context")),
-    "minimal_with_quantization": Preset(
-        "`minimal`, and quantised operands and scales; under scan each of them is a buffer per layer.",
-        (*_PROJECTIONS, "quantization")),
-    "minimal_with_context_and_quantization": Preset("Both of the above.", (*_PROJECTIONS, "context", "quantization")),
-    "save_dot_with_context_except_mlp": Preset(
-        "Saves the attention block's projections and context; recomputes the MLP: for long sequences.",
-        (*_QUERY_KEY_VALUE, "out_proj", "context")),
-    "save_dot_except_mlpwi": Preset("Saves all projections but the wide MLP ones: most of `minimal` at a third of the size.",
-                                    (*_QUERY_KEY_VALUE, "out_proj", *_MLP_OUT)),
-    "save_dot_except_mlp": Preset("Saves the attention block's projections; recomputes the MLP and the attention kernel.",
-                                  (*_QUERY_KEY_VALUE, "out_proj")),
-    "save_qkv_proj": Preset("Saves query, key and value: the smallest step up from `full`.", _QUERY_KEY_VALUE),
-    "save_out_proj": Preset("Saves the attention block's result: the MLP's backward pass need not rerun attention.",
-                            ("out_proj",)),
-    "qkv_proj_offloaded": Preset("`save_qkv_proj` in host memory: device memory of `full`, traffic over the host link.",
-                                 offload=_QUERY_KEY_VALUE),
-    "minimal_offloaded": Preset("`minimal` in host memory: FLOPs of `minimal`, where the host link keeps up.",
-                                offload=_PROJECTIONS),
-}
+_HOST = "pinned_host"
 
 
 def _names(value: Any, argument: str) -> tuple[str, ...]:
@@ -121,41 +79,52 @@ class RematPolicy:
   base: Callable[..., Any] | None = None
   """A JAX checkpoint policy that decides on everything that `save` and `offload` do not name."""
 
-  offload_dst: str = "pinned_host"
+  offload_dst: str = _HOST
   """Memory kind that offloaded values move to."""
 
   remat: bool = True
   """False only for the preset `none`: the layer is not rematerialised at all."""
 
   optional: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
-  """Names that came from a preset: a layer needs only some of them."""
+  """Names that came from presets alone: the layers may lack them."""
+
+  alternatives: frozenset[tuple[str, frozenset[str]]] = dataclasses.field(default=frozenset(), compare=False)
+  """Each preset that went in, with its names: the layers need at least one of them."""
 
   def __post_init__(self):
     set_ = functools.partial(object.__setattr__, self)
-    save, offload = _names(self.save, "save"), _names(self.offload, "offload")
+    if self.carry not in ("save", "offload"):
+      raise ValueError(f"carry must be 'save' or 'offload', not {self.carry!r}")
+    save, offload = set(_names(self.save, "save")), set(_names(self.offload, "offload"))
+    offload |= {CARRY_NAME} if self.carry == "offload" else set()
+    if save & offload:
+      raise ValueError(f"both saved and offloaded: {_listed(save & offload)} (save={sorted(save)}, "
+                       f"offload={sorted(offload)}); name each value in one of the two")
+    if not isinstance(self.remat, bool):
+      raise TypeError(f"remat must be True or False, not {self.remat!r}")
+    optional, alternatives = set(_names(self.optional, "optional")), set(self.alternatives)
     if self.preset is not None:
       if not isinstance(self.preset, str) or self.preset not in PRESETS:
         raise ValueError(f"unknown remat preset {self.preset!r}; {nearest(str(self.preset), PRESETS)}")
       preset = PRESETS[self.preset]
-      if not preset.remat:
-        if save or offload or self.base or self.carry != "save" or self.levels or self.every != 1:
-          raise ValueError("the preset 'none' means no remat and takes no other option; 'full' is remat that saves nothing")
-        set_("remat", False)
-      set_("optional", self.optional | (set(preset.save) | set(preset.offload)) - set(save) - set(offload))
+      if preset.remat and not self.remat:
+        raise ValueError(f"remat=False is the preset 'none', and goes with no other, such as {self.preset!r}")
+      set_("remat", preset.remat)
+      alternatives.add((self.preset, frozenset({*preset.save, *preset.offload})))
+      optional |= {*preset.save, *preset.offload} - save - offload
       # What is said here about a name of the preset replaces what the preset says of it.
-      save = tuple(sorted({*save, *preset.save} - set(offload)))
-      offload = tuple(sorted({*offload, *preset.offload} - set(save)))
-    both = set(save) & set(offload)
-    if both:
-      raise ValueError(f"both saved and offloaded: {', '.join(sorted(both))} (save={list(save)}, offload={list(offload)}); "
-                       "name each value in one of the two")
-    if self.carry not in ("save", "offload"):
-      raise ValueError(f"carry must be 'save' or 'offload', not {self.carry!r}")
-    if CARRY_NAME in offload:
-      set_("carry", "offload")
-      offload = tuple(name for name in offload if name != CARRY_NAME)
-    set_("save", save)
-    set_("offload", offload)
+      save, offload = save | set(preset.save) - offload, offload | set(preset.offload) - save
+    set_("carry", "offload" if CARRY_NAME in offload else "save")
+    offload -= {CARRY_NAME}
+    set_("save", tuple(sorted(save)))
+    set_("offload", tuple(sorted(offload)))
+    set_("optional", frozenset(optional & (save | offload)))
+    set_("alternatives", frozenset((name, group & (save | offload)) for name, group in alternatives
+                                   if group & (save | offload)))
+    self._check_options(set_)
+
+  def _check_options(self, set_: Callable[[str, Any], None]) -> None:
+    """Raises for options that cannot be, and brings those that mean the same into one form."""
     set_("every", _positive(self.every, "every"))
     if self.levels is not None:
       if isinstance(self.levels, (str, int)) or not isinstance(self.levels, Iterable):
@@ -170,10 +139,22 @@ class RematPolicy:
       if not isinstance(self.prevent_cse, tuple) or [type(flag) for flag in self.prevent_cse] != [bool, bool]:
         raise TypeError("prevent_cse must be a bool, a pair of bools (variables, arguments) or None, "
                         f"not {self.prevent_cse!r}")
+    if self.prevent_cse in ((True, True), (False, False)):
+      set_("prevent_cse", self.prevent_cse[0])
     if self.base is not None and not callable(self.base):
       raise TypeError(f"base must be a JAX checkpoint policy, not {self.base!r}")
+    if self.base is jax.checkpoint_policies.nothing_saveable:
+      set_("base", None)
     if not isinstance(self.offload_dst, str) or not self.offload_dst:
       raise TypeError(f"offload_dst must be the name of a memory kind, not {self.offload_dst!r}")
+    if self.offload_dst == "device":
+      raise ValueError("offload_dst must be a memory that values move to, not 'device', where they are")
+    others = (*self.names, self.carry, self.levels, self.every, self.prevent_cse, self.base, self.offload_dst)
+    if not self.remat and others != ("save", None, 1, None, None, _HOST):
+      raise ValueError("the preset 'none' means no remat and takes no other option; 'full' is remat that saves nothing")
+    if self.offload_dst != _HOST and not self.offloads:
+      raise ValueError(f"offload_dst={self.offload_dst!r}, but the policy offloads nothing; name values in offload=[...] "
+                       "or set carry='offload'")
 
   @staticmethod
   def of(value: Any) -> RematPolicy:
@@ -199,8 +180,8 @@ class RematPolicy:
       raise TypeError(f"name must be a non-empty string, not {name!r}")
     if name in PRESETS:
       raise ValueError(f"a preset {name!r} exists already")
-    policy = RematPolicy(save=tuple(save), offload=tuple(offload))
-    PRESETS[name] = Preset(note, policy.save, policy.offload)
+    policy = RematPolicy(save=save, offload=offload)
+    PRESETS[name] = Preset(note, policy.save, tuple(sorted(policy._offloaded)))
 
   @property
   def offloads(self) -> bool:
@@ -220,36 +201,51 @@ class RematPolicy:
     if self.levels is None:
       return self
     # The carries inside a region are recomputed with it: to name them would keep one for every layer after all.
-    return dataclasses.replace(self, preset=None, carry="save", levels=None)
+    return dataclasses.replace(self, preset=None, carry="save", levels=None,
+                               offload_dst=self.offload_dst if self.offload else _HOST)
 
   @property
   def names(self) -> tuple[str, ...]:
     """Every name that the policy speaks of."""
     return (*self.save, *self.offload)
 
+  @property
+  def _offloaded(self) -> set[str]:
+    """What is offloaded, the carry by its name."""
+    return {*self.offload, CARRY_NAME} if self.carry == "offload" else {*self.offload}
+
   def join(self, other: Any, overlap: Literal["error", "save", "offload"] = "error") -> RematPolicy:
-    """Keeps what either policy keeps. `overlap`: what happens to a name that one saves and the other offloads."""
+    """Keeps what either policy keeps.
+
+    Args:
+      other: a preset's name, a policy or a JAX checkpoint policy.
+      overlap: what happens to a name that one saves and the other offloads. JAX policies (`base`) are asked about each
+        value only while gradients are traced, and "error" is raised then.
+
+    Raises:
+      ValueError: an overlap, unless it is settled here; options of which the two say different things.
+    """
     other = RematPolicy.of(other)
     if overlap not in ("error", "save", "offload"):
       raise ValueError(f"overlap must be 'error', 'save' or 'offload', not {overlap!r}")
     if not (self.remat and other.remat):
-      return self if not self.remat else other  # `none` keeps everything already
-    save, offload = {*self.save, *other.save}, {*self.offload, *other.offload}
+      return _join_none(other if self.remat else self, self if self.remat else other, overlap)
+    save, offload = {*self.save, *other.save}, self._offloaded | other._offloaded
     if overlap == "save":
       offload -= save
     elif overlap == "offload":
       save -= offload
-    merged: dict[str, Any] = {}
-    for field, default in (("levels", None), ("every", 1), ("prevent_cse", None), ("offload_dst", "pinned_host")):
-      said = [value for value in (getattr(self, field), getattr(other, field)) if value != default]
-      if len(said) == 2 and said[0] != said[1]:
-        raise ValueError(f"cannot join policies with {field}={said[0]!r} and {field}={said[1]!r}")
-      merged[field] = said[0] if said else default
-    bases = [policy.base for policy in (self, other) if policy.base is not None]
-    base = _either(*bases) if len(bases) == 2 and bases[0] != bases[1] else (bases[0] if bases else None)
-    carry = "offload" if "offload" in (self.carry, other.carry) else "save"
-    optional = (self.optional | other.optional) - (set(self.names) - self.optional) - (set(other.names) - other.optional)
-    return RematPolicy(save=tuple(save), offload=tuple(offload), carry=carry, base=base, optional=optional, **merged)
+    elif save & offload:
+      raise ValueError(f"both saved and offloaded: {_listed(save & offload)}, by {self} | {other}; "
+                       "a.join(b, overlap='save') or overlap='offload' says which of the two wins")
+    merged = {field: _agreed(field, (getattr(self, field), getattr(other, field)), default)
+              for field, default in (("levels", None), ("every", 1), ("prevent_cse", None))}
+    if offload:
+      merged["offload_dst"] = _agreed("offload_dst", [p.offload_dst for p in (self, other) if p.offloads], None)
+    required = {*self.names} - self.optional | {*other.names} - other.optional
+    return RematPolicy(
+        save=save, offload=offload, base=either(self.base, other.base, overlap), **merged,
+        optional=(self.optional | other.optional) - required, alternatives=self.alternatives | other.alternatives)
 
   def __or__(self, other: Any) -> RematPolicy:
     return self.join(other)
@@ -257,16 +253,17 @@ class RematPolicy:
   def check(self, tags: Iterable[str], where: str = "any layer of the plan") -> None:
     """Raises ValueError where the policy's names and the `tags` that layers use do not meet.
 
-    A name said by the user must be among the tags. A preset needs at least one of its names.
+    A name said by the user must be among the tags. Each preset needs at least one of its names.
     """
     tags = set(tags)
     for name in self.names:
       if name not in tags and name not in self.optional and name != CARRY_NAME:
         raise ValueError(f"remat policy names {name!r}, which is not tagged by {where}; {nearest(name, sorted(tags))}")
-    if self.optional and not self.optional & tags:
-      raise ValueError(f"remat preset {self.preset or self}: none of its names ({', '.join(sorted(self.optional))}) is tagged "
-                       f"by {where}; tags there: {', '.join(sorted(tags)) or 'none'}. "
-                       "Tag values with jax.ad_checkpoint.checkpoint_name, or take 'full' or 'none'")
+    for preset, names in sorted(self.alternatives, key=lambda entry: entry[0]):
+      if not names & {*tags, CARRY_NAME}:
+        raise ValueError(f"remat preset {preset}: none of its names ({_listed(names)}) is tagged by {where}; "
+                         f"tags there: {_listed(tags) or 'none'}. "
+                         "Tag values with jax.ad_checkpoint.checkpoint_name, or take 'full' or 'none'")
 
   def resolve(self) -> Callable[..., Any]:
     """The JAX checkpoint policy. `none` resolves to one that saves everything."""
@@ -279,7 +276,7 @@ class RematPolicy:
     for word, names in (("save", self.save), ("offload", self.offload)):
       named = [name for name in names if not self.preset or name not in self.optional]
       parts += [f"{word} {' '.join(named)}"] if named else []
-    parts += [f"base {getattr(self.base, '__name__', self.base)}"] if self.base else []
+    parts += [f"base {called(self.base)}"] if self.base else []
     parts = parts or ["full"]
     parts += ["carry offload"] if self.carry == "offload" else []
     parts += [f"levels {'x'.join(map(str, self.levels))}"] if self.levels else []
@@ -306,23 +303,25 @@ def _resolve(policy: RematPolicy) -> Callable[..., Any]:
     named = policies.save_only_these_names(*policy.save)
   if policy.base is None:
     return named
-  known = {*policy.save, *offload}
-
-  def names_first(prim, *args, **params):
-    decide = named if prim.name == "name" and params.get("name") in known else policy.base
-    return decide(prim, *args, **params)
-
-  return names_first
+  return names_first(named, {*policy.save, *offload}, policy.base)
 
 
-def _either(a: Callable[..., Any], b: Callable[..., Any]) -> Callable[..., Any]:
-  """A JAX policy that saves what `a` or `b` saves, and offloads what only one of them offloads."""
+def _join_none(none: RematPolicy, other: RematPolicy, overlap: str) -> RematPolicy:
+  """`none` keeps everything on device already, so that nothing is left for `other` to keep."""
+  moved = other.offloads and overlap != "save"
+  if moved or other.levels is not None or other.every != 1 or other.prevent_cse is not None:
+    raise ValueError(f"cannot join 'none' and {other}: without remat every value stays on device; "
+                     "overlap='save' says so of values that the other offloads")
+  return none
 
-  def either(prim, *args, **params):
-    first, second = a(prim, *args, **params), b(prim, *args, **params)
-    for answer in (first, second):
-      if answer is True or type(answer).__name__.startswith("Saveable"):
-        return answer
-    return first if type(first).__name__ == "Offloadable" else second
 
-  return either
+def _agreed(field: str, values: Iterable[Any], default: Any) -> Any:
+  """The one value that is not the default, or the default."""
+  said = [value for value in dict.fromkeys(values) if value != default]
+  if len(said) > 1:
+    raise ValueError(f"cannot join policies with {field}={said[0]!r} and {field}={said[1]!r}")
+  return said[0] if said else default
+
+
+def _listed(names: Iterable[str]) -> str:
+  return ", ".join(sorted(names))

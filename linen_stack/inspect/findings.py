@@ -93,13 +93,12 @@ def _meet(policy: RematPolicy, names: set[str], among: str) -> Iterator[Finding]
     if name not in names and name not in policy.optional and name != CARRY_NAME:
       yield Finding("error", f"the policy names {name!r}, which is not tagged by {among}; "
                              f"{nearest(name, sorted(names))}")
-  missing = sorted(policy.optional - names)
-  preset = f"preset {policy.preset or policy}"
-  if policy.optional and not policy.optional & names:
-    yield Finding("error", f"{preset}: none of its names ({', '.join(sorted(policy.optional))}) is tagged by {among}; "
-                           f"tags there: {', '.join(sorted(names)) or 'none'}")
-  elif missing:
-    yield Finding("info", f"{preset}: alternatives that are not tagged by {among}: {', '.join(missing)}")
+  for preset, alternatives in sorted(policy.alternatives, key=lambda entry: entry[0]):
+    if not alternatives & {*names, CARRY_NAME}:
+      yield Finding("error", f"preset {preset}: none of its names ({', '.join(sorted(alternatives))}) is tagged by {among}; "
+                             f"tags there: {', '.join(sorted(names)) or 'none'}")
+    elif missing := sorted(alternatives & policy.optional - names):
+      yield Finding("info", f"preset {preset}: alternatives that are not tagged by {among}: {', '.join(missing)}")
   unused = sorted(name for name in names if name not in policy.names and name != CARRY_NAME)
   if unused and policy.remat and policy.base is None:
     yield Finding("info", f"tags that policy {policy} does not use, in {among}: {', '.join(unused)}")
