@@ -272,9 +272,18 @@ class _Loop:
     for i in reversed(range(length)) if self.reverse else range(length):
       parts = jax.tree.map(functools.partial(part, i), self.in_axes, scanned)
       state, ys[i] = body(state, (None if index is None else index[i], variables(i), _take(split_keys, i), parts))
-    stack = lambda *trees: jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
     outputs, *made = zip(*ys)
-    return state, (list(outputs) if self.out_axes is listed else stack(*outputs), *(stack(*trees) for trees in made))
+    outputs = list(outputs) if self.out_axes is listed else _stack(outputs, "return different outputs")
+    return state, (outputs, *(_stack(trees, "make different variables") for trees in made))
+
+
+def _stack(trees: Sequence[Any], what: str) -> Any:
+  shapes = [jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), tree) for tree in trees]
+  for i, shape in enumerate(shapes):
+    if shape != shapes[0]:
+      raise ValueError(f"layers 0 and {i} of one run {what}, which cannot be stacked: {shapes[0]} and {shape}; "
+                       "layers of one run must be alike, give them specs that differ")
+  return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
 def _take(tree: Any, i: Any) -> Any:

@@ -485,6 +485,20 @@ def test_wrong_results_are_told_in_words_about_the_layer(how, message, mode):
     stack.init(KEY, X)
 
 
+def test_layers_of_one_run_that_make_different_parameters():
+  class Fickle(nn.Module):
+    made = []
+
+    @nn.compact
+    def __call__(self, x):
+      Fickle.made.append(1)
+      return x + nn.Dense(8, name=f"dense_{len(Fickle.made)}")(x)
+
+  plan = ls.Plan.cycle([ls.LayerSpec(Fickle), ls.LayerSpec(Fickle), A], 6)
+  with pytest.raises(ValueError, match="layers 0 and 1 of one run make different variables.*dense_1.*dense_2"):
+    ls.StackedDecoder(plan, inner="unroll").init(KEY, X)
+
+
 # Inside other transformations ------------------------------------------------------------------------------------------------------
 
 
@@ -534,7 +548,8 @@ def test_vmap_and_gradient_accumulation():
   batches = jax.random.normal(jax.random.key(3), (3, 4, 8))
   each = jnp.stack([stack.apply(variables, x) for x in batches])
   assert_close(jax.vmap(lambda x: stack.apply(variables, x))(batches), each)
-  lifted = nn.vmap(ls.StackedDecoder, variable_axes={"params": 0}, split_rngs={"params": True})(plan)
+  lifted = nn.vmap(ls.StackedDecoder, variable_axes={"params": 0}, split_rngs={"params": True},
+                   metadata_params={nn.PARTITION_NAME: "replicas"})(plan)
   assert jax.tree.leaves(lifted.init(KEY, batches))[0].shape[0] == 3
   grad = jax.grad(lambda v, x: (stack.apply(v, x) ** 2).sum())
 

@@ -217,7 +217,7 @@ def test_a_stacked_cache_exists_once(form):
   jitted = jax.jit(step, donate_argnums=1)
   memory = jitted.lower(params, cache).compile().memory_analysis()
   extra = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-  assert extra < 0.2 * 8 * 256 * 64 * 4
+  assert extra < 0.3 * 8 * 256 * 64 * 4  # a layer's slice and its update; a second copy would be 1.0
   loops = [eqn for eqn in equations(jax.make_jaxpr(step)(params, cache).jaxpr) if eqn.primitive.name == "scan"]
   stacked = [var.aval.shape for eqn in loops for var in eqn.outvars if var.aval.shape == (8, 256, 64)]
   assert len(loops) == 1 and len(stacked) == 1
