@@ -3,7 +3,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 import dataclasses
+import functools
 from typing import Any
+
+import jax
 
 Policy = Callable[..., Any]
 
@@ -19,8 +22,8 @@ def names_first(named: Policy, names: Collection[str], base: Policy) -> Policy:
 
 
 def either(a: Policy | None, b: Policy | None, overlap: str) -> Policy | None:
-  """Keeps what one of two policies keeps. `overlap`, of what one saves and the other offloads: "error" (raised when asked
-  about such a value), or which of "save" and "offload" wins."""
+  """Keeps what one of two policies keeps. `overlap`, of what one saves and the other offloads: "error" (raised when
+  asked about such a value), or which of "save" and "offload" wins."""
   policies: set[Policy] = set()
   for policy in (a, b):
     if policy is not None:
@@ -29,10 +32,14 @@ def either(a: Policy | None, b: Policy | None, overlap: str) -> Policy | None:
 
 
 def called(policy: Policy) -> str:
-  """The name of a policy, with that of the function that made it: `save_only_these_names.policy`."""
-  if isinstance(policy, _Either):
-    return str(policy)
-  return getattr(policy, "__qualname__", type(policy).__name__).replace(".<locals>", "")
+  """What to call a policy: JAX's public name for it, or its own, after that of the function that made it."""
+  public = [name for name, value in vars(jax.checkpoint_policies).items() if value is policy]
+  if public:
+    return max(public)  # `dots_saveable` has the alias `checkpoint_dots`
+  if isinstance(policy, functools.partial):
+    return called(policy.func)
+  own = str(policy) if dataclasses.is_dataclass(policy) else type(policy).__name__
+  return getattr(policy, "__qualname__", own).replace(".<locals>", "")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,11 +1,12 @@
-"""Remat policies: which named values the backward pass finds saved, which it fetches from the host, which it recomputes.
+"""Remat policies: which named values the backward pass finds saved, or fetches from the host, or recomputes.
 
 A layer tags values with `jax.ad_checkpoint.checkpoint_name(value, name)`; a policy speaks of those names. JAX itself
 never checks that the two meet, so a policy here knows which of its names must exist (`check`), and `StackedDecoder`
 checks it once, when the stack is initialised.
 
 Precedence: a name is saved, offloaded or recomputed. Saying two of these about one name is an error, also when two
-policies are joined with `|`; `a.join(b, overlap="save")` (or `"offload"`) says which one wins.
+policies are joined with `|`; `a.join(b, overlap="save")` (or `"offload"`) says which one wins. What one policy keeps and
+the other does not mention is kept. A JAX policy (`base`) decides about values that no name of `save` and `offload` has.
 """
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from typing import Any, Literal
 import jax
 
 from linen_stack.jax_policies import called, either, names_first
-from linen_stack.plan import nearest
+from linen_stack.specs import nearest
 from linen_stack.presets import PRESETS, Preset
 
 # The name by which layers tag the hidden states that enter them. A policy that offloads it is `carry="offload"`: the
@@ -50,12 +51,12 @@ def _positive(value: Any, argument: str) -> int:
 class RematPolicy:
   """What the backward pass of a layer finds, and where. Frozen, hashable; equal when it means the same.
 
-  `RematPolicy("minimal")` is a preset; `RematPolicy(save=[...], offload=[...])` is a policy of one's own; a preset may be
-  extended: `RematPolicy("minimal", offload=["context"])`.
+  `RematPolicy("minimal")` is a preset; `RematPolicy(save=[...], offload=[...])` is a policy of one's own; a preset may
+  be extended: `RematPolicy("minimal", offload=["context"])`.
   """
 
   preset: str | None = dataclasses.field(default=None, compare=False)
-  """Name of a preset (`RematPolicy.presets()`); its names are added to `save` and `offload`. None: start from `full`."""
+  """A preset (`RematPolicy.presets()`), whose names are added to `save` and `offload`. None: start from `full`."""
 
   save: tuple[str, ...] = ()
   """Names kept on device. Each must be tagged by a layer of the plan."""
@@ -153,8 +154,8 @@ class RematPolicy:
     if not self.remat and others != ("save", None, 1, None, None, _HOST):
       raise ValueError("the preset 'none' means no remat and takes no other option; 'full' is remat that saves nothing")
     if self.offload_dst != _HOST and not self.offloads:
-      raise ValueError(f"offload_dst={self.offload_dst!r}, but the policy offloads nothing; name values in offload=[...] "
-                       "or set carry='offload'")
+      raise ValueError(f"offload_dst={self.offload_dst!r}, but the policy offloads nothing; name values in "
+                       "offload=[...] or set carry='offload'")
 
   @staticmethod
   def of(value: Any) -> RematPolicy:
@@ -282,7 +283,7 @@ class RematPolicy:
     parts += [f"levels {'x'.join(map(str, self.levels))}"] if self.levels else []
     parts += [f"every {self.every}"] if self.every != 1 else []
     parts += [f"prevent_cse {self.prevent_cse}"] if self.prevent_cse is not None else []
-    parts += [f"to {self.offload_dst}"] if self.offload_dst != "pinned_host" else []
+    parts += [f"to {self.offload_dst}"] if self.offload_dst != _HOST else []
     return ", ".join(parts)
 
 

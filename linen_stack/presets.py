@@ -22,23 +22,31 @@ class Preset:
 
 
 PRESETS: dict[str, Preset] = {
-    "none": Preset("No remat: every intermediate value stays on device. Fastest; for models that fit with room to spare.",
+    "none": Preset(
+        "No remat: every intermediate value stays on device. Fastest; for models that fit with room to spare.",
                    remat=False),
-    "full": Preset("Saves only each layer's input and runs the layer again backward: least memory, a third more FLOPs."),
-    "minimal": Preset("Saves every projection, recomputes attention and elementwise work: few extra FLOPs, much memory.",
+    "full": Preset(
+        "Saves only each layer's input and runs the layer again backward: least memory, a third more FLOPs."),
+    "minimal": Preset(
+        "Saves every projection, recomputes attention and elementwise work: few extra FLOPs, much memory.",
                       _PROJECTIONS),
-    "minimal_with_context": Preset("`minimal`, and the attention kernel's output, so that the kernel does not run again.",
+    "minimal_with_context": Preset(
+        "`minimal`, and the attention kernel's output, so that the kernel does not run again.",
                                    (*_PROJECTIONS, "context")),
     "minimal_with_quantization": Preset(
         "`minimal`, and quantised operands and scales; under scan each of them is a buffer per layer.",
         (*_PROJECTIONS, "quantization")),
-    "minimal_with_context_and_quantization": Preset("Both of the above.", (*_PROJECTIONS, "context", "quantization")),
+    "minimal_with_context_and_quantization": Preset(
+        "`minimal_with_context` and `minimal_with_quantization` in one.",
+        (*_PROJECTIONS, "context", "quantization")),
     "save_dot_with_context_except_mlp": Preset(
         "Saves the attention block's projections and context; recomputes the MLP: for long sequences.",
         (*_QUERY_KEY_VALUE, "out_proj", "context")),
-    "save_dot_except_mlpwi": Preset("Saves all projections but the wide MLP ones: most of `minimal` at a third of the size.",
+    "save_dot_except_mlpwi": Preset(
+        "Saves all projections but the wide MLP ones: most of `minimal` at a third of the size.",
                                     (*_QUERY_KEY_VALUE, "out_proj", *_MLP_OUT)),
-    "save_dot_except_mlp": Preset("Saves the attention block's projections; recomputes the MLP and the attention kernel.",
+    "save_dot_except_mlp": Preset(
+        "Saves the attention block's projections; recomputes the MLP and the attention kernel.",
                                   (*_QUERY_KEY_VALUE, "out_proj")),
     "save_qkv_proj": Preset("Saves query, key and value: the smallest step up from `full`.", _QUERY_KEY_VALUE),
     "save_out_proj": Preset("Saves the attention block's result: the MLP's backward pass need not rerun attention.",

@@ -34,7 +34,8 @@ def row(out, *cells):
 def test_report_of_a_shipped_config(capsys):
   status, out, err = run(capsys, "tiny-hybrid")
   assert status == 0 and not err
-  assert out.startswith("batch 16, seq 128\npolicy of layers: save_qkv_proj\npolicy of layers_remainder: save_qkv_proj\n")
+  assert out.startswith("batch 16, seq 128\npolicy of layers: save_qkv_proj\n"
+                        "policy of layers_remainder: save_qkv_proj\n")
   assert row(out, "layers", "local", "9", "carry", "[16, 128, 96]")
   assert row(out, "layers", "global", "3", "query_proj", "[16, 128, 4, 24]")
   assert row(out, "layers_remainder", "local", "2", "mlpwo", "[16, 128, 96]")
@@ -56,7 +57,7 @@ def test_set_wins_over_the_file_and_flags_over_both(capsys):
 def test_errors_of_the_report_end_with_status_1(capsys):
   status, out, err = run(capsys, "tiny", "--set", "stack.remat={save: [contxt], offload: [mlpwi_2]}")
   assert status == 1 and err == "linen_stack: the audit of tiny found 2 errors\n"
-  assert "error: the policy names 'contxt', which is not tagged by any layer of the plan; did you mean 'context'?" in out
+  assert "error: the policy names 'contxt', which is not tagged by any layer of the plan; did you mean 'context'" in out
   assert "error: the policy names 'mlpwi_2'" in out and row(out, "layers", "decoder_layer", "4", "context")
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from linen_stack.inspect import render
 from linen_stack.inspect.watch import STACK_SCOPE, Place
-from linen_stack.plan import nearest
+from linen_stack.specs import nearest
 from linen_stack.policies import CARRY_NAME, RematPolicy
 from linen_stack.stack import StackedDecoder
 from linen_stack.tags import Tag, equations, inner_jaxprs
@@ -95,8 +95,8 @@ def _meet(policy: RematPolicy, names: set[str], among: str) -> Iterator[Finding]
                              f"{nearest(name, sorted(names))}")
   for preset, alternatives in sorted(policy.alternatives, key=lambda entry: entry[0]):
     if not alternatives & {*names, CARRY_NAME}:
-      yield Finding("error", f"preset {preset}: none of its names ({', '.join(sorted(alternatives))}) is tagged by {among}; "
-                             f"tags there: {', '.join(sorted(names)) or 'none'}")
+      yield Finding("error", f"preset {preset}: none of its names ({', '.join(sorted(alternatives))}) is tagged by "
+                             f"{among}; tags there: {', '.join(sorted(names)) or 'none'}")
     elif missing := sorted(alternatives & policy.optional - names):
       yield Finding("info", f"preset {preset}: alternatives that are not tagged by {among}: {', '.join(missing)}")
   unused = sorted(name for name in names if name not in policy.names and name != CARRY_NAME)
