@@ -9,8 +9,10 @@ from typing import Any
 import jax
 
 from linen_stack import lifts
+from linen_stack.lifting import is_array
 from linen_stack.per_layer import PerLayer, check, cut
-from linen_stack.plan import LayerSpec, Plan, Run, Segment, nearest
+from linen_stack.plan import Plan, Run, Segment
+from linen_stack.specs import LayerSpec, nearest
 from linen_stack.tags import tagged_names
 
 
@@ -61,7 +63,7 @@ class Call:
         _bind(signature, spec, args, kwargs)
       lifts.check_static(signature, tuple(static_argnames), (None, *args), kwargs)
     lists = [arg for _, arg in found if arg.is_list]
-    arrays = any(map(lifts.is_array, jax.tree.leaves([arg.value for arg in lists])))
+    arrays = any(map(is_array, jax.tree.leaves([arg.value for arg in lists])))
     return cls(plan, args, kwargs, tuple(found), layer_index is not None, bool(lists), arrays and decode == "unroll")
 
   def cut(self, segment: Segment, listed: bool) -> tuple[Any, Any]:

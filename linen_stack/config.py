@@ -27,7 +27,8 @@ from absl import logging
 from linen_stack import config_reader as reader
 from linen_stack import maxtext
 from linen_stack.config_sections import ModelConfig, SpecConfig, StackOptions, TrainConfig
-from linen_stack.plan import LayerSpec, Plan, Segment, nearest
+from linen_stack.plan import Plan, Segment
+from linen_stack.specs import LayerSpec, nearest
 from linen_stack.policies import RematPolicy
 from linen_stack.stack import StackedDecoder
 

@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import yaml
 
-from linen_stack.plan import nearest
+from linen_stack.specs import nearest
 
 _WORDS = {bool: "true or false", int: "an int", float: "a number", str: "a string", type(None): "null"}
 

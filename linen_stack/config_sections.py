@@ -8,7 +8,7 @@ import typing
 from typing import Any
 
 from linen_stack import config_reader as reader
-from linen_stack.plan import nearest
+from linen_stack.specs import nearest
 from linen_stack.stack import StackedDecoder
 
 

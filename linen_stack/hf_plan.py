@@ -32,7 +32,8 @@ from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 from typing import Any, NoReturn
 
-from linen_stack.plan import LayerSpec, Plan, nearest
+from linen_stack.plan import Plan
+from linen_stack.specs import LayerSpec, nearest
 
 ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention")
 MLP_KINDS = ("dense", "moe")

@@ -26,11 +26,10 @@ from typing import Any
 
 from flax import linen as nn
 from flax.core.scope import LazyRng, in_filter
-from flax.linen.transforms import lift_transform
 import jax
 import jax.numpy as jnp
 
-from linen_stack import lifts
+from linen_stack import lifting
 from linen_stack.stacked import check_carry, from_front, strong, to_front
 
 broadcast = nn.broadcast
@@ -88,7 +87,7 @@ def static_unroll(target: Any, length: int, param_axis: int = 0, *, methods: Any
     if option in options:
       raise TypeError(f"static_unroll is one fully unrolled loop; it takes no {option}")
   return _lift_loop(target, methods, _Loop(length, param_axis, **options, rolled=False,
-                                           lazy=getattr(target, lifts.TAKES_SLICES, False)))
+                                           lazy=getattr(target, lifting.TAKES_SLICES, False)))
 
 
 def split_key(lazy: LazyRng, length: int) -> LazyRng:
@@ -101,9 +100,9 @@ def _lift_loop(target: Any, methods: Any, loop: _Loop) -> Any:
     raise ValueError(f"length must be an int of at least 1, not {loop.length!r}")
 
   def lift(fn):
-    return lifts.lift_with_own_scope(fn, loop.stage, "scan")
+    return lifting.lift_with_own_scope(fn, loop.stage, "scan")
 
-  return lift_transform(lift, target, methods=methods)
+  return lifting.lift_transform(lift, target, methods=methods)
 
 
 class _NotAnUpdate(Exception):
@@ -132,7 +131,7 @@ class _Loop:
   unroll_inner: bool = False
   rolled: bool = True
   lazy: bool = False
-  """Hand parameters to the target of a Python loop as `lifts.Slice`s."""
+  """Hand parameters to the target of a Python loop as `lifting.Slice`s."""
 
   @property
   def metadata(self) -> Mapping[Any, Any]:
@@ -160,7 +159,7 @@ class _Loop:
     return next((split for key, split in rules.items() if in_filter(key, stream)), False)
 
   def stage(self, pure, scopes, own, variables, rngs, carry, *args, **kwargs):
-    """What the lift does with the pure function of one layer; see `lifts.lift_with_own_scope`."""
+    """What the lift does with the pure function of one layer; see `lifting.lift_with_own_scope`."""
     run = functools.partial(self._run, pure, scopes, own, variables, rngs, carry, args, kwargs)
     if self.update:
       try:
@@ -212,7 +211,7 @@ class _Loop:
         late = next((c for c in cols if of[c] == "carry" and c not in variables[j]), None)
         if late is not None:
           raise ValueError(f"{where}: variable_carry collection {late!r} must exist before the loop")
-        states.append(lifts.merged(carried[j], {c: v for c, v in cols.items() if of[c] == "carry"}))
+        states.append(lifting.merged(carried[j], {c: v for c, v in cols.items() if of[c] == "carry"}))
         updated, new = _write(in_place[j], {c: v for c, v in cols.items() if of[c] == "in place"}, i)
         places.append(updated)
         made[0].append({**new, **{c: v for c, v in cols.items() if of[c] == "stacked"}})
@@ -232,8 +231,8 @@ class _Loop:
       old = {c: from_front(v, self.axis(c), self.metadata) for c, v in final[j].items()}
       # A shared module's variables are made alike by every layer: the first one's are kept.
       same = {c: jax.tree.map(lambda x: x[0], v) if initial[j] else v for c, v in shared[j].items()}
-      state_j = lifts.changed(carried[j], cols)
-      changed.append(lifts.merged(lifts.merged(state_j, old), lifts.merged(new, same)))
+      state_j = lifting.changed(carried[j], cols)
+      changed.append(lifting.merged(lifting.merged(state_j, old), lifting.merged(new, same)))
     return (carry, output), tuple(changed)
 
   def _scanned(self, axis: Any, arg: Any) -> Any:
@@ -265,7 +264,7 @@ class _Loop:
       return arg[i] if axis is listed else _take(arg, i)
 
     def variables(i):
-      return tuple({c: jax.tree.map(lambda x: lifts.Slice(x, i), v) if self.lazy and c == "params" else _take(v, i)
+      return tuple({c: jax.tree.map(lambda x: lifting.Slice(x, i), v) if self.lazy and c == "params" else _take(v, i)
                     for c, v in cols.items()} for cols in stacked)
 
     ys: list[Any] = [None] * length

@@ -35,7 +35,8 @@ import jax.numpy as jnp
 
 from linen_stack import config_reader as reader
 from linen_stack.maxtext_fields import Fields
-from linen_stack.plan import LayerSpec, Plan, nearest
+from linen_stack.plan import Plan
+from linen_stack.specs import LayerSpec, nearest
 from linen_stack.policies import CARRY_NAME, PRESETS
 
 TENSORS = (CARRY_NAME, "context", "query_proj", "key_proj", "value_proj", "kv_proj", "qkv_proj", "out_proj", "mlpwi",

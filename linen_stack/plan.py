@@ -15,118 +15,12 @@ Where variables stand (`<tree>` is the layer's own tree):
 """
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 import dataclasses
-import difflib
 import functools
-import re
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-
-def nearest(word: str, known: Iterable[str]) -> str:
-  """The end of an error message about `word`: its nearest match in `known`, or all of `known`."""
-  known = list(known)
-  match = difflib.get_close_matches(word, known, n=1)
-  return f"did you mean {match[0]!r}?" if match else f"known: {', '.join(map(repr, known)) or 'none'}"
-
-
-def _count(value: Any, argument: str, least: int = 1) -> int:
-  if isinstance(value, bool) or not hasattr(value, "__index__"):
-    raise TypeError(f"{argument} must be an int, not {value!r}")
-  if value.__index__() < least:
-    raise ValueError(f"{argument} must be at least {least}, not {value}")
-  return value.__index__()
-
-
-def _name(value: Any, argument: str) -> str:
-  if not isinstance(value, str) or not value or "/" in value:
-    raise ValueError(f"{argument} must be a non-empty string without '/', not {value!r}")
-  return value
-
-
-def _same(a: Any, b: Any) -> bool:
-  """Equality that never calls two arguments equal that could trace to different computations (1, 1.0 and True)."""
-  if a is b:
-    return True
-  if type(a) is not type(b):
-    return False
-  if isinstance(a, (list, tuple)):
-    return len(a) == len(b) and all(map(_same, a, b))
-  if isinstance(a, Mapping):
-    return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
-  if isinstance(a, functools.partial):
-    return _same((a.func, a.args, a.keywords), (b.func, b.args, b.keywords))
-  if dataclasses.is_dataclass(a) and not isinstance(a, type):
-    # Covers module templates too. Two modules that already belong to a parent are the same only if they are one object.
-    if getattr(a, "parent", None) is not None or getattr(b, "parent", None) is not None:
-      return False
-    names = [f.name for f in dataclasses.fields(a) if f.init and f.compare]
-    return all(_same(getattr(a, name, None), getattr(b, name, None)) for name in names)
-  if hasattr(a, "dtype") and hasattr(a, "shape") and (a.dtype != b.dtype or a.shape != b.shape):
-    return False
-  try:
-    equal = a == b
-    return bool(equal.all() if hasattr(equal, "all") else equal)
-  except Exception:  # pylint: disable=broad-exception-caught
-    return False  # a type that refuses to be compared is not known to be equal
-
-
-@dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
-class LayerSpec:
-  """One layer of a decoder: a layer class, the arguments of its constructor, and a name.
-
-  Args:
-    cls: a Flax Linen module class, or a callable that takes `name=` and `**kwargs` and returns such a module.
-    name: what a run of this layer is called inside a cycle, and what reports call it. Default: the class name in
-      snake case.
-    **kwargs: constructor arguments of the layer.
-
-  Two specs are equal when class, name and arguments are: equal specs trace to the same computation.
-  """
-
-  cls: Callable[..., Any]
-  name: str | None
-  kwargs: Mapping[str, Any]
-
-  def __init__(self, cls: Callable[..., Any], name: str | None = None, **kwargs: Any):
-    if not callable(cls):
-      raise TypeError(f"cls must be a layer class or a callable that returns a layer, not {cls!r}")
-    if not isinstance(cls, type) and hasattr(cls, "init") and hasattr(cls, "apply"):
-      raise TypeError(f"cls is a layer that is already made; write LayerSpec({type(cls).__name__}, ...), "
-                      "with the arguments of its constructor")
-    if name is not None:
-      _name(name, "name")
-    object.__setattr__(self, "cls", cls)
-    object.__setattr__(self, "name", name)
-    object.__setattr__(self, "kwargs", kwargs)
-
-  @property
-  def label(self) -> str:
-    """The name, or the class name in snake case."""
-    if self.name is not None:
-      return self.name
-    cls = self.cls.func if isinstance(self.cls, functools.partial) else self.cls
-    words = getattr(cls, "__name__", "layer").strip("<>")
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", words).lower()
-
-  def __eq__(self, other: Any) -> bool:
-    if not isinstance(other, LayerSpec):
-      return NotImplemented
-    return _same((self.cls, self.name, self.kwargs), (other.cls, other.name, other.kwargs))
-
-  def __hash__(self) -> int:
-    cls = self.cls.func if isinstance(self.cls, functools.partial) else self.cls
-    cls = cls if isinstance(cls, (type, types.FunctionType)) else type(cls)
-    # Plain values tell apart specs that differ in a size alone; what may not be hashable counts by its type.
-    plain = (bool, int, float, str, type(None))
-    arguments = frozenset((key, arg if isinstance(arg, plain) else type(arg)) for key, arg in self.kwargs.items())
-    return hash((cls, self.name, arguments))
-
-  def __repr__(self) -> str:
-    cls = getattr(self.cls, "__name__", repr(self.cls))
-    parts = [cls] + ([f"name={self.name!r}"] if self.name else []) + [f"{k}={v!r}" for k, v in self.kwargs.items()]
-    return f"LayerSpec({', '.join(parts)})"
+from linen_stack.specs import LayerSpec, checked_count, checked_name, nearest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +48,7 @@ class Segment:
   length: int = 1
 
   def __post_init__(self):
-    _name(self.name, "a segment's name")
+    checked_name(self.name, "a segment's name")
     block = (self.block,) if isinstance(self.block, LayerSpec) else tuple(self.block)
     for spec in block:
       if not isinstance(spec, LayerSpec):
@@ -162,7 +56,7 @@ class Segment:
     if not block:
       raise ValueError(f"segment {self.name!r}: a block needs at least one layer")
     object.__setattr__(self, "block", block)
-    object.__setattr__(self, "length", _count(self.length, f"segment {self.name!r}: length"))
+    object.__setattr__(self, "length", checked_count(self.length, f"segment {self.name!r}: length"))
     names = [run.name for run in self.runs]
     if len(set(names)) < len(names):
       raise ValueError(f"segment {self.name!r}: two runs of the block get one name ({', '.join(names)}); "
@@ -232,7 +126,7 @@ class Plan:
   @classmethod
   def homogeneous(cls, spec: LayerSpec, num_layers: int, name: str = "layers") -> Plan:
     """`num_layers` equal layers."""
-    return cls((Segment(name, (spec,), _count(num_layers, "num_layers")),))
+    return cls((Segment(name, (spec,), checked_count(num_layers, "num_layers")),))
 
   @classmethod
   def cycle(cls, specs: Sequence[LayerSpec], num_layers: int, name: str = "layers",
@@ -337,7 +231,7 @@ class Plan:
 
 def split_prefix(num_layers: int, prefix: int) -> tuple[int, int]:
   """`(prefix, rest)`. Raises ValueError where the prefix is longer than the decoder."""
-  num_layers, prefix = _count(num_layers, "num_layers"), _count(prefix, "prefix", 0)
+  num_layers, prefix = checked_count(num_layers, "num_layers"), checked_count(prefix, "prefix", 0)
   if prefix > num_layers:
     raise ValueError(f"prefix {prefix} is longer than the decoder of {num_layers} layers")
   return prefix, num_layers - prefix
@@ -345,13 +239,13 @@ def split_prefix(num_layers: int, prefix: int) -> tuple[int, int]:
 
 def split_cycle(num_layers: int, cycle: int) -> tuple[int, int]:
   """`(repeats, remainder)` of a cycle of `cycle` layers: `repeats * cycle + remainder == num_layers`."""
-  return divmod(_count(num_layers, "num_layers"), _count(cycle, "cycle"))
+  return divmod(checked_count(num_layers, "num_layers"), checked_count(cycle, "cycle"))
 
 
 def split_at(num_layers: int, *indices: int) -> tuple[int, ...]:
   """Lengths of the pieces that `num_layers` layers fall into when cut before each of `indices` (increasing)."""
-  num_layers = _count(num_layers, "num_layers")
-  bounds = [0, *(_count(i, "an index of split_at", 0) for i in indices), num_layers]
+  num_layers = checked_count(num_layers, "num_layers")
+  bounds = [0, *(checked_count(i, "an index of split_at", 0) for i in indices), num_layers]
   for low, high in zip(bounds, bounds[1:]):
     if low > high:
       raise ValueError(f"split_at: {high if high != num_layers else low} is out of order or out of range; "

@@ -28,7 +28,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from linen_stack.plan import LayerSpec, Plan, Segment
+from linen_stack.plan import Plan, Segment
+from linen_stack.specs import LayerSpec
 
 # A cut: the first layer of a segment, the length of its block, the number of repeats.
 Cut = tuple[int, int, int]

@@ -23,8 +23,10 @@ import jax
 
 from linen_stack import lifts, loops
 from linen_stack.calls import Call, class_name
+from linen_stack.lifting import not_a_method
 from linen_stack.per_layer import join, wrap
-from linen_stack.plan import LayerSpec, Plan, Run, Segment
+from linen_stack.plan import Plan, Run, Segment
+from linen_stack.specs import LayerSpec
 from linen_stack.policies import RematPolicy
 from linen_stack.stacked import check_carry, strong
 from linen_stack.validation import check_stack, levels
@@ -202,7 +204,7 @@ class StackedDecoder(nn.Module):
     label = f"layer {class_name(run.spec)} in segment {segment.name!r}"
     keep = self.collect_outputs or bool(call.per_layer)
 
-    @lifts.not_a_method
+    @not_a_method
     def one_layer(layer, x, parts, index, args, kwargs):
       args, kwargs = call.fill(parts, index, args, kwargs)
       hidden, output = _hidden_and_output(x, layer(x, *args, **kwargs), label)
@@ -278,7 +280,7 @@ class _Block(nn.Module):
     return self.runs(*args)
 
 
-@lifts.not_a_method
+@not_a_method
 def _call_block(block: _Block, *args: Any) -> tuple[Any, Any]:
   return block(*args)
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from linen_stack import lifts
 from linen_stack.calls import class_name, distinct_specs
-from linen_stack.plan import Plan, Segment, nearest
+from linen_stack.plan import Plan, Segment
+from linen_stack.specs import nearest
 from linen_stack.policies import RematPolicy
 
 _CHOICES = {"inner": ("auto", "scan", "unroll"), "barrier": ("cse", "loop"), "decode": ("unroll", "scan")}

@@ -14,7 +14,7 @@ import sys
 
 from absl import flags as absl_flags
 
-from linen_stack.plan import nearest
+from linen_stack.specs import nearest
 
 
 @dataclasses.dataclass(frozen=True)
