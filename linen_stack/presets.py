@@ -24,15 +24,15 @@ class Preset:
 PRESETS: dict[str, Preset] = {
     "none": Preset(
         "No remat: every intermediate value stays on device. Fastest; for models that fit with room to spare.",
-                   remat=False),
+        remat=False),
     "full": Preset(
         "Saves only each layer's input and runs the layer again backward: least memory, a third more FLOPs."),
     "minimal": Preset(
         "Saves every projection, recomputes attention and elementwise work: few extra FLOPs, much memory.",
-                      _PROJECTIONS),
+        _PROJECTIONS),
     "minimal_with_context": Preset(
         "`minimal`, and the attention kernel's output, so that the kernel does not run again.",
-                                   (*_PROJECTIONS, "context")),
+        (*_PROJECTIONS, "context")),
     "minimal_with_quantization": Preset(
         "`minimal`, and quantised operands and scales; under scan each of them is a buffer per layer.",
         (*_PROJECTIONS, "quantization")),
@@ -44,15 +44,15 @@ PRESETS: dict[str, Preset] = {
         (*_QUERY_KEY_VALUE, "out_proj", "context")),
     "save_dot_except_mlpwi": Preset(
         "Saves all projections but the wide MLP ones: most of `minimal` at a third of the size.",
-                                    (*_QUERY_KEY_VALUE, "out_proj", *_MLP_OUT)),
+        (*_QUERY_KEY_VALUE, "out_proj", *_MLP_OUT)),
     "save_dot_except_mlp": Preset(
         "Saves the attention block's projections; recomputes the MLP and the attention kernel.",
-                                  (*_QUERY_KEY_VALUE, "out_proj")),
+        (*_QUERY_KEY_VALUE, "out_proj")),
     "save_qkv_proj": Preset("Saves query, key and value: the smallest step up from `full`.", _QUERY_KEY_VALUE),
     "save_out_proj": Preset("Saves the attention block's result: the MLP's backward pass need not rerun attention.",
-                            ("out_proj",)),
+        ("out_proj",)),
     "qkv_proj_offloaded": Preset("`save_qkv_proj` in host memory: device memory of `full`, traffic over the host link.",
-                                 offload=_QUERY_KEY_VALUE),
+        offload=_QUERY_KEY_VALUE),
     "minimal_offloaded": Preset("`minimal` in host memory: FLOPs of `minimal`, where the host link keeps up.",
-                                offload=_PROJECTIONS),
+        offload=_PROJECTIONS),
 }
