@@ -49,10 +49,13 @@ PRESETS: dict[str, Preset] = {
         "Saves the attention block's projections; recomputes the MLP and the attention kernel.",
         (*_QUERY_KEY_VALUE, "out_proj")),
     "save_qkv_proj": Preset("Saves query, key and value: the smallest step up from `full`.", _QUERY_KEY_VALUE),
-    "save_out_proj": Preset("Saves the attention block's result: the MLP's backward pass need not rerun attention.",
+    "save_out_proj": Preset(
+        "Saves the attention block's result: the MLP's backward pass need not rerun attention.",
         ("out_proj",)),
-    "qkv_proj_offloaded": Preset("`save_qkv_proj` in host memory: device memory of `full`, traffic over the host link.",
+    "qkv_proj_offloaded": Preset(
+        "`save_qkv_proj` in host memory: device memory of `full`, traffic over the host link.",
         offload=_QUERY_KEY_VALUE),
-    "minimal_offloaded": Preset("`minimal` in host memory: FLOPs of `minimal`, where the host link keeps up.",
+    "minimal_offloaded": Preset(
+        "`minimal` in host memory: FLOPs of `minimal`, where the host link keeps up.",
         offload=_PROJECTIONS),
 }
