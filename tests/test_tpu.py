@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-pytest.importorskip("libtpu", reason="needs the extra `aot`")
 pytestmark = pytest.mark.slow
 
 CARRY = 8 * 512 * 256 * 2  # bytes of one layer's hidden states
