@@ -12,6 +12,15 @@ from jax.extend import core
 _SAME_VALUE = ("name", "copy", "copy_p", "optimization_barrier", "reduce_precision")
 
 
+def tag_name(eqn: Any) -> str | None:
+  """The name that an equation tags a value with; None where it is no tag."""
+  if eqn.primitive.name == "name":
+    return eqn.params["name"]
+  # Under `jax_remat3` a tag is an instance of JAX's class for it, not a primitive of its own.
+  tag = eqn.params.get("_prim")
+  return tag.name if type(tag).__name__.startswith("CheckpointName") else None
+
+
 def inner_jaxprs(eqn: Any) -> Iterator[Any]:
   """The programs inside an equation: bodies of loops, calls, branches, and the forward rule of a custom_vjp."""
   for name, value in eqn.params.items():
@@ -43,7 +52,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 def tagged_names(jaxpr: Any) -> set[str]:
   """The names that a program tags values with."""
-  return {eqn.params["name"] for eqn in equations(jaxpr) if eqn.primitive.name == "name"}
+  return {name for eqn in equations(jaxpr) if (name := tag_name(eqn)) is not None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +65,7 @@ class Tag:
 
   @property
   def name(self) -> str:
-    return self.eqn.params["name"]
+    return tag_name(self.eqn) or ""
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -89,9 +98,9 @@ def _walk(jaxpr: Any, values: dict[Any, int], trips: tuple[int, ...], fresh: Ite
 
   for eqn in jaxpr.eqns:
     given, name = [value(var) for var in eqn.invars], eqn.primitive.name
-    if name == "name":
+    if tag_name(eqn) is not None:
       found.append(Tag(eqn, given[0], trips))
-    if name in _SAME_VALUE:
+    if name in _SAME_VALUE or tag_name(eqn) is not None:
       values.update(zip(eqn.outvars, given))
       continue
     if name == "custom_vjp_call":

@@ -16,6 +16,12 @@ from tests.tagged import TaggedLayer, abstract, plan, spec
 P = ls.RematPolicy
 jax_policies = jax.checkpoint_policies
 
+
+def named(value):
+  """A test id without the addresses of functions, which differ between workers."""
+  return value.__name__ if callable(value) and hasattr(value, "__name__") else str(value).split(" at 0x")[0]
+
+
 # Presets --------------------------------------------------------------------------------------------------------------
 
 NAMES = ("none", "full", "minimal", "minimal_with_context", "minimal_with_quantization",
@@ -135,7 +141,7 @@ def test_register_refuses(own_presets, args, kwargs, error, message):
     (P("none"), P(remat=False)),
     (P("minimal", offload=MINIMAL), P("minimal_offloaded")),
     (P("minimal_offloaded", save=MINIMAL), P("minimal")),
-], ids=str)
+], ids=named)
 def test_equal_when_it_means_the_same(a, b):
   assert a == b and hash(a) == hash(b) and a.resolve() is b.resolve()
 
@@ -210,7 +216,7 @@ def test_what_is_said_beside_a_preset_replaces_what_the_preset_says():
 
 @pytest.mark.parametrize("policy", [P("minimal", every=4), P("minimal", levels=(2, 2)), P("none"),
                                     P(offload=["a"], offload_dst="unpinned_host", levels=(2, 2)),
-                                    P(carry="offload", offload_dst="unpinned_host", levels=(2, 2))], ids=str)
+                                    P(carry="offload", offload_dst="unpinned_host", levels=(2, 2))], ids=named)
 def test_policies_of_inner_regions(policy):
   assert (policy.alone.levels, policy.alone.every) == (None, 1) and policy.alone.names == policy.names
   assert policy.alone.optional == policy.optional and policy.alone.alternatives == policy.alternatives
@@ -278,7 +284,7 @@ def test_overlap_settles_all_names():
     (P("none"), "full", P("none")),
     (P("none"), "none", P("none")),
     (P("none"), jax_policies.dots_saveable, P("none")),
-], ids=str)
+], ids=named)
 def test_joins(a, b, joined):
   assert a | b == joined == P.of(b) | a
   assert hash(a | b) == hash(P.of(b) | a)
@@ -296,7 +302,7 @@ def test_joins(a, b, joined):
     (P("none"), P(every=2), "cannot join 'none' and full, every 2"),
     (P("none"), P(levels=(2, 2)), "cannot join 'none'"),
     (P("none"), P(prevent_cse=True), "cannot join 'none'"),
-], ids=str)
+], ids=named)
 def test_joins_that_contradict(a, b, message):
   with pytest.raises(ValueError, match=message):
     a | b  # pylint: disable=pointless-statement
@@ -423,7 +429,7 @@ b_offloaded = jax_policies.save_and_offload_only_these_names(
     (P(save=["b"], base=b_offloaded), {"b": "device", "c": "device"}),  # names go before what `base` says
     (P(save=["b"]) | jax_policies.nothing_saveable, {"b": "device"}),
     (P("none").join(P(offload=["a"]), overlap="save"), {name: "device" for name in (*TAGS, "dot")}),
-], ids=str)
+], ids=named)
 def test_resolved_policies_keep_what_they_say(policy, expected):
   assert kept(policy) == expected
   gradient = jax.jit(jax.grad(jax.checkpoint(tagged, policy=policy.resolve())))(X)
@@ -526,7 +532,7 @@ def segments():
   return ls.Plan.homogeneous(spec("plain"), 2, "first") + ls.Plan.homogeneous(spec("other", prefix="moe_"), 2, "second")
 
 
-@pytest.mark.parametrize("remat", [None, True, 0, ["minimal"], {"first": None, "second": "full"}], ids=str)
+@pytest.mark.parametrize("remat", [None, True, 0, ["minimal"], {"first": None, "second": "full"}], ids=named)
 def test_what_is_no_policy(remat):
   with pytest.raises(TypeError, match="remat must be the name of a preset, a RematPolicy or a JAX checkpoint policy, "
                                       "not .*'none' is no remat, 'full' is remat that saves nothing"):
@@ -551,14 +557,14 @@ def test_policies_that_do_not_fit_the_plan(remat, message):
 
 
 @pytest.mark.parametrize("policy, word", [(P(levels=(2, 1)), "levels"), (P(every=2), "every")], ids=["levels", "every"])
-@pytest.mark.parametrize("option", [{"scan": False}, {"unroll": 2}], ids=str)
+@pytest.mark.parametrize("option", [{"scan": False}, {"unroll": 2}], ids=named)
 def test_steps_need_the_loop(policy, word, option):
   with pytest.raises(ValueError, match=f"segment 'first': '?{word}'? shapes the loop"):
     ls.StackedDecoder(segments(), remat=policy, **option)
 
 
 @pytest.mark.parametrize("policy", [P(offload=["context"], offload_dst="host_pinned"),
-                                    P(carry="offload", offload_dst="host_pinned")], ids=str)
+                                    P(carry="offload", offload_dst="host_pinned")], ids=named)
 @pytest.mark.parametrize("by_segment", [False, True])
 def test_a_memory_that_the_backend_lacks(policy, by_segment):
   kinds = ", ".join(sorted(memory.kind for memory in jax.local_devices()[0].addressable_memories()))
@@ -598,8 +604,8 @@ def test_names_that_no_layer_tags(remat, message):
     abstract(stack)
 
 
-@pytest.mark.parametrize("remat", ["minimal", P(save=["no_such_tag"])], ids=str)
-@pytest.mark.parametrize("options", [{}, {"scan": False}], ids=str)
+@pytest.mark.parametrize("remat", ["minimal", P(save=["no_such_tag"])], ids=named)
+@pytest.mark.parametrize("options", [{}, {"scan": False}], ids=named)
 def test_layers_without_any_tag_of_the_policy(remat, options):
   bare = ls.Plan.homogeneous(spec(prefix="own_"), 2)
   message = "preset minimal: none of its names" if remat == "minimal" else "names 'no_such_tag'"
@@ -614,7 +620,7 @@ def test_layers_without_any_tag_of_the_policy(remat, options):
     {"first": "minimal", "second": "none"},
     P(save=[CARRY_NAME]),
     P(carry="offload"),
-], ids=str)
+], ids=named)
 def test_names_that_some_layer_tags(remat):
   _, variables = abstract(ls.StackedDecoder(segments(), remat=remat))
   assert set(variables["params"]) == {"first", "second"}

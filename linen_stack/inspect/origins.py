@@ -8,6 +8,7 @@ from typing import Any
 from jax.extend import core
 
 from linen_stack.inspect.watch import CARRY_MARK
+from linen_stack.tags import tag_name
 
 # These hand on the value that they get. remat rounds what it saves with reduce_precision, to the same precision.
 _SAME_VALUE = ("name", "device_put", "reduce_precision", "copy", "copy_p", "optimization_barrier")
@@ -106,9 +107,9 @@ class Frame:
   def enters_layer(self, var: Any) -> str | None:
     """The name stack of the layer that takes `var`, or a copy of it, as its hidden states."""
     for eqn, at in self.used_by.get(var, ()):
-      if eqn.primitive.name == "name" and eqn.params["name"] == CARRY_MARK:
+      if tag_name(eqn) == CARRY_MARK:
         return self.name_stack(eqn)
-      if eqn.primitive.name in _SAME_VALUE:
+      if eqn.primitive.name in _SAME_VALUE or tag_name(eqn) is not None:
         found = self.enters_layer(eqn.outvars[at])
       else:
         found = next(filter(None, (frame.enters_layer(inner) for frame, inner in self._bodies(eqn, at))), None)
@@ -146,8 +147,8 @@ class Frame:
 
   def _made(self, eqn: Any, at: int, way: _Way) -> Origin:
     primitive, here = eqn.primitive.name, self.name_stack(eqn)
-    if primitive == "name":
-      name = eqn.params["name"]
+    name = tag_name(eqn)
+    if name is not None:
       if name == CARRY_MARK:
         return dataclasses.replace(way, enters=way.enters if way.moved else here).end(primitive, here)
       if way.moved:
@@ -200,7 +201,7 @@ class _Way:
 def carry_marks(frame: Frame, trips: tuple[int, ...] = ()) -> Iterator[tuple[str, tuple[int, ...]]]:
   """Name stack of each layer's mark in a program, with the lengths of the loops around it."""
   for eqn in frame.jaxpr.eqns:
-    if eqn.primitive.name == "name" and eqn.params["name"] == CARRY_MARK:
+    if tag_name(eqn) == CARRY_MARK:
       yield frame.name_stack(eqn), trips
     for inner in _bodies_of(eqn):
       around = (*trips, eqn.params["length"]) if eqn.primitive.name == "scan" else trips
