@@ -192,3 +192,27 @@ def test_report_prints():
   console = Console(width=200, record=True, file=io.StringIO())
   console.print(report)
   assert "query_proj" in console.export_text()
+
+
+@pytest.mark.parametrize("policy, name, place", [
+    (ls.RematPolicy(), "carry", "device"),
+    (ls.RematPolicy(save=["decoder_layer_input"]), "decoder_layer_input", "device"),
+    (ls.RematPolicy(offload=["decoder_layer_input"]), "layer_carry", "host")], ids=["remat", "device", "offload"])
+def test_a_layers_input_is_kept_once_where_and_as_the_policy_says(policy, name, place):
+  stack = ls.StackedDecoder(ls.Plan.homogeneous(ls.LayerSpec(DecoderLayer, embed=16, mlp=32, num_heads=2), 4), remat=policy)
+  x = jax.ShapeDtypeStruct((2, 4, 16), F32)
+  variables = jax.eval_shape(stack.init, jax.random.key(0), x)
+  report = residuals(lambda v, x: stack.apply(v, x).sum(), variables, x)
+  assert [(row.name, row.place, row.stacked) for row in report.rows] == [(name, place, (4, 2, 4, 16))]
+
+
+@pytest.mark.parametrize("options", [dict(), dict(inner="unroll"), dict(remat="minimal_offloaded"), dict(remat="none"),
+                                     dict(remat="none", offload_params=0), dict(remat="minimal", offload_params=0)], ids=str)
+def test_no_copy_of_a_weight_is_kept(options):
+  sizes = dict(embed=16, mlp=32, num_heads=2)
+  local, wide = ls.LayerSpec(DecoderLayer, "local", window=4, **sizes), ls.LayerSpec(DecoderLayer, "wide", **sizes)
+  stack = ls.StackedDecoder(ls.Plan.cycle([local, local, wide], 8), **options)
+  x = jax.ShapeDtypeStruct((2, 4, 16), F32)
+  variables = jax.eval_shape(stack.init, jax.random.key(0), x)
+  report = residuals(lambda v, x: stack.apply(v, x).sum(), variables, x)
+  assert report.rows and not [row.name for row in report.rows if row.kind == "copy" and math.prod(row.shape) >= 16 * 16]
