@@ -43,6 +43,9 @@ def offload_params(target: Any, select: Callable[[str, Any], bool] | None = None
     The class or function, wrapped. Variables and names are unchanged; other collections pass through.
   """
 
+  if select is not None and not callable(select):
+    raise TypeError(f"select must be a function select(path, leaf) -> bool, not {select!r}")
+
   def lifted(fn, select):
     def stage(pure, scopes, variables, rngs, *args, **kwargs):
       fetched = tuple({**cols, "params": _fetch(cols["params"], select)} if "params" in cols else cols for cols in variables)
@@ -93,6 +96,10 @@ def remat(target: Any, policy: Any = "full", *, prevent_cse: bool | tuple[bool, 
     TypeError: an array given for a static argument, when called.
   """
   policy = RematPolicy.of(policy)
+  if policy.every > 1 or policy.levels is not None:
+    raise ValueError(f"remat wraps one layer; every and levels ({policy}) shape the loop of a StackedDecoder")
+  if not isinstance(prevent_cse, bool) and [type(flag) for flag in prevent_cse] != [bool, bool]:
+    raise TypeError(f"prevent_cse must be a bool or a pair of bools (variables, arguments), not {prevent_cse!r}")
   signature = call_signature(target)
   static = _static_names(signature, static_argnames, static_argnums, getattr(target, "__name__", str(target)))
   if not policy.remat:
@@ -159,8 +166,8 @@ def call_signature(target: Any) -> inspect.Signature | None:
 
 def _static_names(signature: inspect.Signature | None, names: str | Iterable[str], nums: int | Sequence[int],
                   who: str) -> tuple[str, ...]:
-  names = (names,) if isinstance(names, str) else tuple(names)
-  nums = (nums,) if isinstance(nums, int) else tuple(nums)
+  names = (names,) if isinstance(names, str) else tuple(names or ())
+  nums = tuple(nums or ()) if isinstance(nums, (Iterable, type(None))) else (nums,)
   if signature is None:
     return names
   parameters = list(signature.parameters)
@@ -169,7 +176,7 @@ def _static_names(signature: inspect.Signature | None, names: str | Iterable[str
     if name not in parameters[1:] and not open_ended:
       raise ValueError(f"static_argnames: {who} has no argument {name!r}; {nearest(str(name), parameters[1:])}")
   for num in nums:
-    if not isinstance(num, int) or not 0 < num < len(parameters):
+    if not hasattr(num, "__index__") or not 0 < num < len(parameters):
       raise ValueError(f"static_argnums: {num!r} is not the position of an argument of {who}; 0 is the module itself, "
                        f"arguments are {', '.join(f'{i} {name}' for i, name in enumerate(parameters) if i)}")
   return (*names, *(parameters[num] for num in nums))

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
+import math
 from typing import Any
 
 from flax import linen as nn
@@ -30,6 +31,7 @@ import jax
 import jax.numpy as jnp
 
 from linen_stack import lifting
+from linen_stack.specs import checked_count, nearest
 from linen_stack.stacked import check_carry, from_front, strong, to_front
 
 broadcast = nn.broadcast
@@ -45,7 +47,8 @@ def scan(target: Any, length: int, param_axis: int = 0, *, variable_axes: Mappin
          unroll_inner: bool = False) -> Any:
   """Applies a layer `length` times over stacked variables, tracing it once: `nn.scan` with `params` at `param_axis`.
 
-  The target is called as `(module, carry, *args, **kwargs)` and returns `(carry, output)`.
+  The target is called as `(module, carry, *args, **kwargs)` and returns `(carry, output)`. Keys are those of `nn.scan`
+  with `check_constancy_invariants=False`; with True, its second trace of the body draws others.
 
   Args:
     target: a module class, or a function whose first argument is a module.
@@ -69,7 +72,8 @@ def scan(target: Any, length: int, param_axis: int = 0, *, variable_axes: Mappin
     unroll_inner: run the innermost loop of `levels` as a Python loop.
 
   Raises:
-    ValueError: stacked variables whose layer axis does not have the size `length`; a carry that changes.
+    TypeError or ValueError: options that cannot be; stacked variables or scanned arguments whose layer axis does not have
+      the size `length`; a carry that changes.
   """
   return _lift_loop(target, methods, _Loop(
       length, param_axis, variable_axes, variable_broadcast, variable_carry, variable_in_place, split_rngs, in_axes,
@@ -86,6 +90,10 @@ def static_unroll(target: Any, length: int, param_axis: int = 0, *, methods: Any
   for option in ("unroll", "levels", "region", "unroll_inner"):
     if option in options:
       raise TypeError(f"static_unroll is one fully unrolled loop; it takes no {option}")
+  known = [field.name for field in dataclasses.fields(_Loop)]
+  for option in options:
+    if option not in known:
+      raise TypeError(f"static_unroll has no argument {option!r}; {nearest(option, known)}")
   return _lift_loop(target, methods, _Loop(length, param_axis, **options, rolled=False,
                                            lazy=getattr(target, lifting.TAKES_SLICES, False)))
 
@@ -96,8 +104,7 @@ def split_key(lazy: LazyRng, length: int) -> LazyRng:
 
 
 def _lift_loop(target: Any, methods: Any, loop: _Loop) -> Any:
-  if isinstance(loop.length, bool) or not isinstance(loop.length, int) or loop.length < 1:
-    raise ValueError(f"length must be an int of at least 1, not {loop.length!r}")
+  loop.check()
 
   def lift(fn):
     return lifting.lift_with_own_scope(fn, loop.stage, "scan")
@@ -132,6 +139,26 @@ class _Loop:
   rolled: bool = True
   lazy: bool = False
   """Hand parameters to the target of a Python loop as `lifting.Slice`s."""
+
+  def check(self) -> None:
+    """Raises TypeError or ValueError for options that cannot be."""
+    for name in ("length", "unroll"):
+      checked_count(getattr(self, name), name)
+    if isinstance(self.param_axis, bool) or not hasattr(self.param_axis, "__index__"):
+      raise TypeError(f"param_axis must be an int, not {self.param_axis!r}")
+    for name in ("variable_axes", "split_rngs"):
+      if not isinstance(getattr(self, name), (Mapping, type(None))):
+        raise TypeError(f"{name} must map filters, as in {{True: ...}}, not {getattr(self, name)!r}")
+    for key in self.variable_axes or {}:
+      if key is not True and not isinstance(key, nn.DenyList) and in_filter(key, "params"):
+        raise ValueError(f"variable_axes: the axis of 'params' is param_axis={self.param_axis}, not an entry of variable_axes")
+    if not isinstance(self.reverse, bool):
+      raise TypeError(f"reverse must be True or False, not {self.reverse!r}")
+    if self.levels and math.prod(self.levels) != self.length:
+      raise ValueError(f"levels={self.levels} multiply to {math.prod(self.levels)}, not to length={self.length}")
+    first = self.in_axes[0] if isinstance(self.in_axes, tuple) and self.in_axes else self.in_axes
+    if self.update and first != 0:
+      raise ValueError(f"update needs a first argument that is scanned along axis 0, not in_axes={self.in_axes!r}")
 
   @property
   def metadata(self) -> Mapping[Any, Any]:
@@ -184,7 +211,7 @@ class _Loop:
     whole, carried, stacked, in_place = at("whole"), at("carry"), fronted(at("stacked")), fronted(at("in place"))
     initial = [not cols.get("params") for cols in variables]
     split_keys = {s: split_key(key, self.length) for s, key in rngs[own].items() if self.splits(s)}
-    items, scanned = None, jax.tree.map(self._scanned, self.in_axes, args)
+    items, scanned = None, jax.tree.map(functools.partial(self._scanned, where), self.in_axes, args)
     if update:
       items, scanned = scanned[0], (None, *scanned[1:])
     needs_index = update or any(in_place)
@@ -235,10 +262,22 @@ class _Loop:
       changed.append(lifting.merged(lifting.merged(state_j, old), lifting.merged(new, same)))
     return (carry, output), tuple(changed)
 
-  def _scanned(self, axis: Any, arg: Any) -> Any:
-    if axis is broadcast or axis is listed:
-      return None if axis is broadcast else arg
-    return jax.tree.map(lambda x: jnp.moveaxis(x, axis, 0), arg)
+  def _scanned(self, where: str, axis: Any, arg: Any) -> Any:
+    if axis is broadcast:
+      return None
+    if axis is listed:
+      if len(arg) != self.length:
+        raise ValueError(f"{where}: a list with one entry for each of {self.length} layers was expected, found {len(arg)}")
+      return arg
+
+    def front(path, x):
+      shape = jnp.shape(x)
+      if not -len(shape) <= axis < len(shape) or shape[axis] != self.length:
+        raise ValueError(f"{where}: a scanned argument{jax.tree_util.keystr(path)} must have {self.length} layers on axis "
+                         f"{axis}, found shape {shape}")
+      return jnp.moveaxis(x, axis, 0)
+
+    return jax.tree_util.tree_map_with_path(front, arg)
 
   def _drive(self, body, state, xs):
     if not self.rolled:

@@ -113,6 +113,11 @@ def _cut_run(plan: Plan, arg: PerLayer, segment: Segment, run: Run, name: str) -
 
 
     def stack(*leaves):
+      odd = next((leaf for leaf in leaves if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))),
+                 None)
+      if odd is not None:
+        raise TypeError(f"per-layer argument {name}: values in a loop over layers must be arrays or numbers, not {odd!r}; "
+                        "scan=False hands each layer its own Python value")
       stacked = jnp.stack(leaves) if any(isinstance(leaf, jax.Array) for leaf in leaves) else np.stack(leaves)
       return jnp.asarray(stacked).reshape(*where.shape, *stacked.shape[1:])
 

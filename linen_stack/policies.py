@@ -42,9 +42,9 @@ def _names(value: Any, argument: str) -> tuple[str, ...]:
 
 
 def _positive(value: Any, argument: str) -> int:
-  if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+  if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < 1:
     raise ValueError(f"{argument} must be an int of at least 1, not {value!r}")
-  return value
+  return value.__index__()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +105,9 @@ class RematPolicy:
       raise TypeError(f"remat must be True or False, not {self.remat!r}")
     optional, alternatives = set(_names(self.optional, "optional")), set(self.alternatives)
     if self.preset is not None:
-      if not isinstance(self.preset, str) or self.preset not in PRESETS:
+      if not isinstance(self.preset, str):
+        raise TypeError(f"preset must be the name of a preset, not {self.preset!r}; names of values go into save=[...]")
+      if self.preset not in PRESETS:
         raise ValueError(f"unknown remat preset {self.preset!r}; {nearest(str(self.preset), PRESETS)}")
       preset = PRESETS[self.preset]
       if preset.remat and not self.remat:
@@ -164,6 +166,8 @@ class RematPolicy:
       return value
     if isinstance(value, str):
       return RematPolicy(value)
+    if isinstance(value, type) or getattr(value, "__name__", "").startswith(("save_", "offload_")):
+      raise TypeError(f"remat: {value.__name__} makes policies and is none; call it, as in {value.__name__}(...)")
     if callable(value):
       return RematPolicy(base=value)
     raise TypeError(f"remat must be the name of a preset, a RematPolicy or a JAX checkpoint policy, not {value!r}; "

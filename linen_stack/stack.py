@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 import contextvars
 import dataclasses
+import difflib
 import functools
 from typing import Any
 
@@ -23,7 +24,7 @@ import jax
 
 from linen_stack import lifts, loops
 from linen_stack.calls import Call, class_name
-from linen_stack.lifting import not_a_method
+from linen_stack.lifting import is_array, not_a_method
 from linen_stack.per_layer import join, wrap
 from linen_stack.plan import Plan, Run, Segment
 from linen_stack.specs import LayerSpec
@@ -136,6 +137,7 @@ class StackedDecoder(nn.Module):
     call = Call.of(self.plan, args, kwargs, layer_index=self.layer_index, static_argnames=self.static_argnames,
                    decode=self.decode)
     self._check_layout()
+    self._check_call(x)
     x = strong(x)
     outputs: dict[str, Any] = {}
     for segment in self.plan:
@@ -257,17 +259,35 @@ class StackedDecoder(nn.Module):
 
   @nn.nowrap
   def _check_layout(self) -> None:
-    """Raises where variables are there, but in the layout of the other value of `scan`."""
+    """Raises where variables are there, but in the layout of the other value of `scan`, or for another depth."""
     if self.is_initializing():
       return
+    has = functools.partial(self.has_variable, "params")
     for segment in self.plan:
-      stacked, apart = self.has_variable("params", segment.name), self.has_variable("params", f"{segment.name}_0")
-      if self.scan and apart and not stacked:
-        raise ValueError(f"parameters of segment {segment.name!r} are missing, but {segment.name + '_0'!r} is there: they were "
+      stacked, names = has(segment.name), [f"{segment.name}_{i}" for i in range(segment.num_layers)]
+      there = [name for name in names if has(name)]
+      if self.scan and there and not stacked:
+        raise ValueError(f"parameters of segment {segment.name!r} are missing, but {there[0]!r} is there: they were "
                          "made with scan=False, and this stack has scan=True; stack them first, or set scan=False")
-      if not self.scan and stacked and not apart:
-        raise ValueError(f"parameters of layer {segment.name + '_0'!r} are missing, but {segment.name!r} is there: they were "
+      if not self.scan and stacked and not there:
+        raise ValueError(f"parameters of layer {names[0]!r} are missing, but {segment.name!r} is there: they were "
                          "made with scan=True, and this stack has scan=False; unstack them first, or set scan=True")
+      surplus = f"{segment.name}_{segment.num_layers}"
+      if not self.scan and there and has(surplus) and all(surplus != other.name for other in self.plan):
+        raise ValueError(f"parameters of {surplus!r} are there, but segment {segment.name!r} has only {segment.num_layers} "
+                         "layers: they were made for a deeper decoder")
+
+  @nn.nowrap
+  def _check_call(self, x: Any) -> None:
+    """Raises for hidden states that are no arrays, and for a shared stream that was meant for another name."""
+    leaves = jax.tree.leaves(x)
+    for leaf in leaves or [x]:
+      if not leaves or not (is_array(leaf) or isinstance(leaf, (int, float, complex))):
+        raise TypeError(f"the hidden states must be an array or a tree of arrays, found {leaf!r}")
+    for stream in self.shared_rngs:
+      near = difflib.get_close_matches(stream, [s for s in self.scope.rngs if s not in self.shared_rngs], n=1)
+      if stream not in self.scope.rngs and near:
+        raise ValueError(f"shared_rngs names {stream!r}, which is not among the streams given; did you mean {near[0]!r}?")
 
 
 class _Block(nn.Module):

@@ -38,7 +38,7 @@ def to_front(tree: Any, axis: int, length: int, metadata: Mapping[Any, Any], whe
     if not shape or shape[at] != length:
       others = [i for i, size in enumerate(shape) if size == length]
       hint = f"a size of {length} is on axis {others[0]}: was it stacked along another axis?" if others else \
-          "it looks like the variables of a single layer: was it saved with scan=False?"
+          "were they made for another number of layers, or for a single one (scan=False)?"
       raise ValueError(f"{path}: expected {length} layers on axis {at}, found shape {shape}; {hint}")
     if is_box(leaf):
       names = getattr(leaf, "names", None)

@@ -87,6 +87,8 @@ def _check_offload(stack: Any) -> None:
   offload = stack.offload_params
   if not isinstance(offload, (bool, int)) and not callable(offload):
     raise TypeError(f"offload_params must be a bool, a number of bytes or select(path, leaf), not {offload!r}")
+  if isinstance(offload, int) and offload < 0:
+    raise ValueError(f"offload_params={offload}: a number of bytes cannot be negative; True, False or select(path, leaf) will do")
   if offload is not False and stack.scan and stack.param_axis != 0:
     raise ValueError(f"offload_params needs param_axis=0, not {stack.param_axis}: along another axis the whole stack would be "
                      "copied to take one layer out of it; restack the checkpoint, or keep the parameters on device")

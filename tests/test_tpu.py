@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.slow
+# One worker compiles for all of these tests.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("tpu")]
 
 CARRY = 8 * 512 * 256 * 2  # bytes of one layer's hidden states
 CASES = {
