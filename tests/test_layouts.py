@@ -183,4 +183,4 @@ def test_dropout_masks_do_not_depend_on_the_policy(remat, scan):
   own = jax.jit(ls.StackedDecoder(plan, scan=scan).init)(jax.random.key(0), X8)["params"]
   got = jax.jit(jax.grad(lambda p: loss(p, ls.StackedDecoder(plan, remat=remat, scan=scan))))(own)
   assert_close([layer["params"] for layer in layers_of({"params": got}, plan, 0, scan)],
-               [layer["params"] for layer in layers_of({"params": want}, plan)])
+               [layer["params"] for layer in layers_of({"params": want}, plan)], rtol=3e-6)
