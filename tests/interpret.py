@@ -7,6 +7,8 @@ import jax
 from jax.extend import core
 import jax.numpy as jnp
 
+from linen_stack.inspect.origins import loop_counts
+
 
 def run(fn, *args):
   """`jax.jit(fn)(*args)`, interpreted."""
@@ -35,7 +37,7 @@ def _closed(inner):
 def _call(eqn, args):
   name, params = eqn.primitive.name, eqn.params
   if name == "scan":
-    return _scan(params, args)
+    return _scan(eqn, args)
   for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
     if key in params:
       jaxpr, consts = _closed(params[key])
@@ -44,9 +46,10 @@ def _call(eqn, args):
   return out if eqn.primitive.multiple_results else [out]
 
 
-def _scan(params, args):
+def _scan(eqn, args):
+  params = eqn.params
   jaxpr, closed = _closed(params["jaxpr"])
-  num_consts, num_carry = params["num_consts"], params["num_carry"]
+  num_consts, num_carry = loop_counts(eqn)
   consts, carry, xs = args[:num_consts], args[num_consts:num_consts + num_carry], args[num_consts + num_carry:]
   ys = [None] * params["length"]
   xs = [_rows(x) for x in xs]
