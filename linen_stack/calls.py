@@ -1,4 +1,4 @@
-"""One call of a stack: which arguments every layer sees whole, which are per layer, and whether every layer takes them."""
+"""One call of a stack: the modules of its layers, which arguments are whole and which per layer, and whether they fit."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 from typing import Any
 
+from flax import linen as nn
 import jax
 
 from linen_stack import lifts
@@ -83,6 +84,28 @@ class Call:
     self.seen.setdefault(segment.name, set()).update(tagged_names(jaxpr))
     if watch is not None:
       watch(segment, run, jaxpr)
+
+
+def build(spec: LayerSpec, name: str) -> nn.Module:
+  """The module of a spec, under `name`. Module templates among its arguments are copied: each layer owns its own.
+
+  A module that already belongs to a parent is passed as it is: all layers share it.
+  """
+  layer = spec.cls(**{key: _own_copy(value) for key, value in spec.kwargs.items()}, name=name)
+  if not isinstance(layer, nn.Module):
+    raise TypeError(f"{spec!r} made {layer!r}, which is no flax.linen Module")
+  return layer
+
+
+def _own_copy(value: Any) -> Any:
+  if isinstance(value, nn.Module):
+    if value.parent is not None or value.scope is not None:
+      return value
+    fields = [f.name for f in dataclasses.fields(value) if f.init and f.name not in ("parent", "name")]
+    return value.clone(**{field: _own_copy(getattr(value, field)) for field in fields})
+  if any(isinstance(leaf, nn.Module) for leaf in jax.tree.leaves(value)):
+    return jax.tree.map(_own_copy, value)
+  return value
 
 
 def class_name(spec: LayerSpec) -> str:

@@ -32,7 +32,8 @@ import jax.numpy as jnp
 
 from linen_stack import lifting
 from linen_stack.specs import checked_count, nearest
-from linen_stack.stacked import check_carry, from_front, strong, to_front
+from linen_stack.stacked import (check_carry, fits, from_front, put_row, stack_rows, strong, take_row, to_front,
+                                 write_rows)
 
 broadcast = nn.broadcast
 # An `in_axes` or `out_axes` of a Python loop: a list with one entry per step, not stacked.
@@ -220,18 +221,18 @@ class _Loop:
       carried, in_place, items, carry = state
       i, stacked, split_keys, scanned = xs
       if update:
-        scanned = (_take(items, i), *scanned[1:])
+        scanned = (take_row(items, i), *scanned[1:])
       args_i = jax.tree.map(lambda axis, arg, part: arg if axis is broadcast else part, self.in_axes, args, scanned)
-      variables_i = tuple(a | b | c | d for a, b, c, d in zip(whole, carried, stacked, _take(in_place, i)))
+      variables_i = tuple(a | b | c | d for a, b, c, d in zip(whole, carried, stacked, take_row(in_place, i)))
       keys_i = tuple({**keys, **split_keys} if j == own else keys for j, keys in enumerate(rngs))
       result, out = pure(variables_i, keys_i, carry, *args_i, **kwargs)
       if not isinstance(result, tuple) or len(result) != 2:
         raise ValueError(f"{where}: a layer in a loop must return (carry, output), not {type(result).__name__}")
       carry, output = check_carry(carry, result[0], where), result[1]
       if update:
-        if not _fits(output, args_i[0]):
+        if not fits(output, args_i[0]):
           raise _NotAnUpdate
-        items, output = _put(items, output, i), None
+        items, output = put_row(items, output, i), None
       states, places, made = [], [], ([], [])
       for j, cols in enumerate(out):
         of = {c: place(j, c) for c in cols}
@@ -239,7 +240,7 @@ class _Loop:
         if late is not None:
           raise ValueError(f"{where}: variable_carry collection {late!r} must exist before the loop")
         states.append(lifting.merged(carried[j], {c: v for c, v in cols.items() if of[c] == "carry"}))
-        updated, new = _write(in_place[j], {c: v for c, v in cols.items() if of[c] == "in place"}, i)
+        updated, new = write_rows(in_place[j], {c: v for c, v in cols.items() if of[c] == "in place"}, i)
         places.append(updated)
         made[0].append({**new, **{c: v for c, v in cols.items() if of[c] == "stacked"}})
         made[1].append({c: v for c, v in cols.items() if of[c] == "whole"})
@@ -300,62 +301,16 @@ class _Loop:
     index, stacked, split_keys, scanned = xs
 
     def part(i, axis, arg):
-      return arg[i] if axis is listed else _take(arg, i)
+      return arg[i] if axis is listed else take_row(arg, i)
 
     def variables(i):
-      return tuple({c: jax.tree.map(lambda x: lifting.Slice(x, i), v) if self.lazy and c == "params" else _take(v, i)
+      return tuple({c: jax.tree.map(lambda x: lifting.Slice(x, i), v) if self.lazy and c == "params" else take_row(v, i)
                     for c, v in cols.items()} for cols in stacked)
 
     ys: list[Any] = [None] * length
     for i in reversed(range(length)) if self.reverse else range(length):
       parts = jax.tree.map(functools.partial(part, i), self.in_axes, scanned)
-      state, ys[i] = body(state, (None if index is None else index[i], variables(i), _take(split_keys, i), parts))
+      state, ys[i] = body(state, (None if index is None else index[i], variables(i), take_row(split_keys, i), parts))
     outputs, *made = zip(*ys)
-    outputs = list(outputs) if self.out_axes is listed else _stack(outputs, "return different outputs")
-    return state, (outputs, *(_stack(trees, "make different variables") for trees in made))
-
-
-def _stack(trees: Sequence[Any], what: str) -> Any:
-  shapes = [jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), tree) for tree in trees]
-  for i, shape in enumerate(shapes):
-    if shape != shapes[0]:
-      raise ValueError(f"layers 0 and {i} of one run {what}, which cannot be stacked: {shapes[0]} and {shape}; "
-                       "layers of one run must be alike, give them specs that differ")
-  return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
-
-
-def _take(tree: Any, i: Any) -> Any:
-  if isinstance(i, int):
-    return jax.tree.map(lambda x: jax.lax.index_in_dim(x, i, keepdims=False), tree)
-  return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
-
-
-def _put(tree: Any, part: Any, i: Any) -> Any:
-  return jax.tree.map(lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, i, 0), tree, part)
-
-
-def _fits(new: Any, old: Any) -> bool:
-  """Whether `new` can be written where `old` was taken from: same structure, shapes and dtypes."""
-  if jax.tree.structure(new) != jax.tree.structure(old):
-    return False
-  return all(jnp.shape(a) == b.shape and jnp.result_type(a) == b.dtype
-             for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(old)))
-
-
-def _write(old: Any, new: Mapping[str, Any], i: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Writes a step's changes into the stacked variables; returns those, and what had no place in them."""
-  updated, rest = dict(old), {}
-  for key, value in new.items():
-    if key not in old:
-      rest[key] = value
-    elif isinstance(value, Mapping):
-      updated[key], inner = _write(old[key], value, i)
-      if inner:
-        rest[key] = inner
-    else:
-      slot = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), old[key])
-      if not _fits(value, slot):
-        raise ValueError(f"variable {key!r} is updated in place and must keep its structure, shape and dtype, "
-                         f"{jax.tree.map(jnp.shape, value)} does not fit {jax.tree.map(jnp.shape, old[key])}")
-      updated[key] = _put(old[key], value, i)
-  return updated, rest
+    outputs = list(outputs) if self.out_axes is listed else stack_rows(outputs, "return different outputs")
+    return state, (outputs, *(stack_rows(trees, "make different variables") for trees in made))

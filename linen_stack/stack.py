@@ -23,11 +23,10 @@ from flax.core.scope import LazyRng
 import jax
 
 from linen_stack import lifts, loops
-from linen_stack.calls import Call, class_name
+from linen_stack.calls import Call, build, class_name
 from linen_stack.lifting import is_array, not_a_method
 from linen_stack.per_layer import join, wrap
 from linen_stack.plan import Plan, Run, Segment
-from linen_stack.specs import LayerSpec
 from linen_stack.policies import RematPolicy
 from linen_stack.stacked import check_carry, strong
 from linen_stack.validation import check_stack, levels
@@ -303,28 +302,6 @@ class _Block(nn.Module):
 @not_a_method
 def _call_block(block: _Block, *args: Any) -> tuple[Any, Any]:
   return block(*args)
-
-
-def build(spec: LayerSpec, name: str) -> nn.Module:
-  """The module of a spec, under `name`. Module templates among its arguments are copied: each layer owns its own.
-
-  A module that already belongs to a parent is passed as it is: all layers share it.
-  """
-  layer = spec.cls(**{key: _own_copy(value) for key, value in spec.kwargs.items()}, name=name)
-  if not isinstance(layer, nn.Module):
-    raise TypeError(f"{spec!r} made {layer!r}, which is no flax.linen Module")
-  return layer
-
-
-def _own_copy(value: Any) -> Any:
-  if isinstance(value, nn.Module):
-    if value.parent is not None or value.scope is not None:
-      return value
-    fields = [f.name for f in dataclasses.fields(value) if f.init and f.name not in ("parent", "name")]
-    return value.clone(**{field: _own_copy(getattr(value, field)) for field in fields})
-  if any(isinstance(leaf, nn.Module) for leaf in jax.tree.leaves(value)):
-    return jax.tree.map(_own_copy, value)
-  return value
 
 
 def _hidden_and_output(x: Any, result: Any, label: str) -> tuple[Any, Any]:

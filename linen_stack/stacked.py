@@ -1,7 +1,7 @@
 """Stacked leaves and carries: where the layer axis of a leaf is, its name in partition metadata, and what may be carried."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flax import linen as nn
@@ -88,3 +88,52 @@ def check_carry(before: Any, after: Any, layer: str) -> Any:
                        f"; usually its parameters promoted them: give its modules dtype={jnp.result_type(a)}, or end the "
                        "layer with x.astype(inputs.dtype)")
   return strong(after)
+
+
+def stack_rows(trees: Sequence[Any], what: str) -> Any:
+  """Stacks the trees that the steps of a loop gave. Raises ValueError where they differ in structure, shape or dtype."""
+  shapes = [jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), tree) for tree in trees]
+  for i, shape in enumerate(shapes):
+    if shape != shapes[0]:
+      raise ValueError(f"layers 0 and {i} of one run {what}, which cannot be stacked: {shapes[0]} and {shape}; "
+                       "layers of one run must be alike, give them specs that differ")
+  return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def take_row(tree: Any, i: Any) -> Any:
+  """Row `i` (an int or a traced index) of every leaf."""
+  if isinstance(i, int):
+    return jax.tree.map(lambda x: jax.lax.index_in_dim(x, i, keepdims=False), tree)
+  return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
+
+
+def put_row(tree: Any, part: Any, i: Any) -> Any:
+  """`tree` with row `i` of every leaf replaced."""
+  return jax.tree.map(lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, i, 0), tree, part)
+
+
+def fits(new: Any, old: Any) -> bool:
+  """Whether `new` can be written where `old` was taken from: same structure, shapes and dtypes."""
+  if jax.tree.structure(new) != jax.tree.structure(old):
+    return False
+  return all(jnp.shape(a) == b.shape and jnp.result_type(a) == b.dtype
+             for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(old)))
+
+
+def write_rows(old: Any, new: Mapping[str, Any], i: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+  """Writes a step's changes into the stacked variables; returns those, and what had no place in them."""
+  updated, rest = dict(old), {}
+  for key, value in new.items():
+    if key not in old:
+      rest[key] = value
+    elif isinstance(value, Mapping):
+      updated[key], inner = write_rows(old[key], value, i)
+      if inner:
+        rest[key] = inner
+    else:
+      slot = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), old[key])
+      if not fits(value, slot):
+        raise ValueError(f"variable {key!r} is updated in place and must keep its structure, shape and dtype, "
+                         f"{jax.tree.map(jnp.shape, value)} does not fit {jax.tree.map(jnp.shape, old[key])}")
+      updated[key] = put_row(old[key], value, i)
+  return updated, rest
