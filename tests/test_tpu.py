@@ -10,7 +10,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("tpu")]
 
 CARRY = 8 * 512 * 256 * 2  # bytes of one layer's hidden states
 CASES = {
-    "flat none": dict(plan="flat", remat="none"),
     "flat full": dict(plan="flat"),
     "flat minimal": dict(plan="flat", remat="minimal"),
     "flat minimal_offloaded": dict(plan="flat", remat="minimal_offloaded"),
@@ -21,14 +20,7 @@ CASES = {
     "cycle whole blocks": dict(plan="cycle", remat="P(every=4)"),
     "cycle minimal": dict(plan="cycle", remat="minimal"),
     "cycle minimal_offloaded": dict(plan="cycle", remat="minimal_offloaded"),
-    "cycle qkv_proj_offloaded": dict(plan="cycle", remat="qkv_proj_offloaded"),
     "cycle carry offloaded": dict(plan="cycle", remat="P(carry='offload')"),
-    "cycle12 minimal_offloaded": dict(plan="cycle12", remat="minimal_offloaded"),
-    "cycle12 qkv_proj_offloaded": dict(plan="cycle12", remat="qkv_proj_offloaded"),
-    "remainder minimal_offloaded": dict(plan="cycle and remainder", remat="minimal_offloaded"),
-    "remainder carry offloaded": dict(plan="cycle and remainder", remat="P(carry='offload')"),
-    "levels": dict(plan="flat", remat="P(levels=(2, 4))"),
-    "levels offloaded": dict(plan="flat", remat="P(levels=(2, 4), offload=['query_proj'])"),
 }
 
 
@@ -57,7 +49,6 @@ def test_carries_leave_the_device(sizes):
     full, offloaded = sizes[f"{name} full"], sizes[f"{name} carry offloaded"]
     assert offloaded["host"] >= (layers - 1) * CARRY
     assert full["temp"] - offloaded["temp"] >= (layers - 2) * CARRY
-  assert sizes["remainder carry offloaded"]["host"] >= 16 * CARRY
 
 
 def test_straight_line_layers_are_kept_from_being_merged(sizes):
@@ -66,7 +57,3 @@ def test_straight_line_layers_are_kept_from_being_merged(sizes):
 
 def test_layers_of_a_block_are_rematerialised_alone(sizes):
   assert sizes["cycle full"]["temp"] <= 0.6 * sizes["cycle whole blocks"]["temp"]
-
-
-def test_levels_keep_fewer_carries(sizes):
-  assert sizes["flat full"]["temp"] - sizes["levels"]["temp"] >= 0

@@ -58,8 +58,6 @@ PLANS = {
     "flat": ls.Plan.homogeneous(A, 8),
     "apart": ls.Plan.homogeneous(A, 8),
     "cycle": ls.Plan.cycle([A, A, A, B], 16),
-    "cycle12": ls.Plan.cycle([A, A, A, B], 48),
-    "cycle and remainder": ls.Plan.cycle([A, A, A, B], 18),
 }
 
 if __name__ == "__main__":
