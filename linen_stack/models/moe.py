@@ -1,0 +1,199 @@
+"""A mixture of experts: a router gives each token to a few experts, which are gated feed-forward maps.
+
+No token is dropped and no expert is padded. The (token, expert) pairs are sorted by expert, so that each expert's
+tokens are adjacent rows, and one grouped product (`jax.lax.ragged_dot`) multiplies every row by its own expert's
+matrix alone. (For the CPU, JAX compiles that product to a dense one with masks, which does cost all experts.)
+
+Two routers, differing in what a score is: `sigmoid` (DeepSeek-V3, https://arxiv.org/abs/2412.19437) scores each expert
+by itself, `softmax` (Switch, Mixtral, Qwen) against the others. Scores are float32.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
+
+from linen_stack.models.layers import DType, Projection, SwiGLU, require_count
+from linen_stack.specs import nearest
+
+Array = jax.Array
+
+SCORES = {"softmax": nn.softmax, "sigmoid": nn.sigmoid}
+
+
+class Router(nn.Module):
+  """Chooses `top_k` of `num_experts` for each token: `[tokens, embed]` to (experts, weights), both `[tokens, top_k]`.
+
+  The arguments are those of `MoE`.
+  """
+
+  num_experts: int
+  top_k: int
+  router: str
+  normalize: bool
+  scale: float
+  groups: int
+  top_groups: int
+  score_bias: bool
+  param_dtype: DType
+
+  @nn.compact
+  def __call__(self, x: Array) -> tuple[Array, Array]:
+    init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "expert"))
+    kernel = self.param("kernel", init, (x.shape[-1], self.num_experts), self.param_dtype)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    # Scores that lie close together decide which expert a token gets, so they are not left to a TPU's bfloat16 passes.
+    logits = jnp.matmul(x.astype(wide), kernel.astype(wide), precision=lax.Precision.HIGHEST)
+    scores = SCORES[self.router](logits)  # [tokens, experts]
+    ranked = scores
+    if self.score_bias:
+      zeros = nn.with_logical_partitioning(nn.initializers.zeros_init(), ("expert",))
+      # In less than float32 the small steps by which this bias is balanced would be lost.
+      ranked += self.param("bias", zeros, (self.num_experts,), jnp.promote_types(self.param_dtype, jnp.float32))
+    if self.top_groups < self.groups:
+      ranked = self._only_top_groups(ranked)
+    # Saved products of experts are in the order that this choice gave them. A backward pass that recomputed the choice,
+    # and rounded two close scores the other way, would read them as other tokens' rows: so it can be saved as well.
+    experts = checkpoint_name(lax.top_k(ranked, self.top_k)[1], "moe_routing")
+    weights = jnp.take_along_axis(scores, experts, axis=-1)
+    if self.normalize:
+      weights /= weights.sum(axis=-1, keepdims=True) + 1e-20
+    if not self.is_initializing():
+      self.sow("losses", "load_balance", self._load_balance(scores, experts))
+    return experts, weights * self.scale
+
+  @nn.nowrap
+  def _only_top_groups(self, ranked: Array) -> Array:
+    """Minus infinity for experts outside the best groups. A group is worth the sum of its two best experts."""
+    grouped = ranked.reshape(-1, self.groups, self.num_experts // self.groups)
+    worth = lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(axis=-1)  # [tokens, groups]
+    best = lax.top_k(worth, self.top_groups)[1]
+    chosen = nn.one_hot(best, self.groups, dtype=jnp.bool_).any(axis=-2)
+    return jnp.where(chosen[..., None], grouped, -jnp.inf).reshape(ranked.shape)
+
+  @nn.nowrap
+  def _load_balance(self, scores: Array, experts: Array) -> Array:
+    """experts * sum over experts of (share of the choices * mean share of the scores)."""
+    share = jnp.bincount(experts.ravel(), length=self.num_experts) / experts.size
+    probability = (scores / (scores.sum(axis=-1, keepdims=True) + 1e-20)).mean(axis=0)
+    return self.num_experts * jnp.sum(share * probability)
+
+
+class Experts(nn.Module):
+  """The experts' own maps of rows `[rows, embed]` that are sorted by expert; `sizes` `[experts]` says how many each has."""
+
+  num_experts: int
+  hidden: int
+  dtype: DType
+  param_dtype: DType
+
+  @nn.compact
+  def __call__(self, x: Array, sizes: Array) -> Array:
+    def project(y: Array, features: int, axes: tuple[str, str], name: str) -> Array:
+      init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=1, out_axis=2, batch_axis=0)
+      kernels = self.param(name, nn.with_logical_partitioning(init, ("expert", *axes)),
+                           (self.num_experts, y.shape[-1], features), self.param_dtype)
+      return checkpoint_name(lax.ragged_dot(y, kernels.astype(self.dtype), sizes), f"moe_mlp{name}")
+
+    x = x.astype(self.dtype)
+    gate = project(x, self.hidden, ("embed", "mlp"), "wi_0")
+    up = project(x, self.hidden, ("embed", "mlp"), "wi_1")
+    return project(nn.silu(gate) * up, x.shape[-1], ("mlp", "embed"), "wo")
+
+
+class MoE(nn.Module):
+  """The mixture of experts in place of a dense feed-forward part: `[..., embed]` to the same shape.
+
+  Variables: `router/kernel` `[embed, experts]`, `router/bias` `[experts]`, `experts/{wi_0, wi_1}` `[experts, embed,
+  hidden]`, `experts/wo` `[experts, hidden, embed]`, `shared/{wi_0, wi_1, wo}/kernel`, `shared_gate/kernel` `[embed, 1]`.
+
+  Where the collection `losses` is mutable, the router sows `load_balance` into it: a scalar, 1 where experts are used
+  evenly, `num_experts` where one is used alone. `init` does not sow. `total_loss` adds up those of a model.
+
+  Values that a policy can name: `moe_mlpwi_0`, `moe_mlpwi_1`, `moe_mlpwo` (the experts' products, `[tokens * top_k,
+  hidden or embed]`, sorted by expert), `moe_routing` (the choice of experts), and `mlpwi_0`, `mlpwi_1`, `mlpwo` of the
+  shared expert. Under `jax.vmap`, JAX's grouped product needs the parameters to be mapped too: pass a batch instead.
+
+  Args:
+    num_experts: how many experts there are to choose from.
+    hidden: width of an expert.
+    top_k: how many experts a token gets.
+    router: "softmax" or "sigmoid": what the scores are.
+    normalize: the weights of a token's experts are scaled to the sum 1.
+    scale: what the weights are multiplied by in the end.
+    groups: the experts form this many groups of neighbours; a token's experts come from
+    top_groups: so many of them.
+    score_bias: a bias per expert that counts in the choice but not in the weights, so that no gradient reaches it:
+      what trains it adds a little to experts that were used too seldom.
+    shared_hidden: width of a further expert that every token gets. None: there is none.
+    shared_gate: the shared expert is multiplied by a sigmoid of the token.
+    dtype: of the computation, but for the router.
+    param_dtype: of the stored parameters; the score bias has float32 at least.
+
+  Raises:
+    TypeError, ValueError: on construction, for sizes that do not fit together.
+  """
+
+  num_experts: int
+  hidden: int
+  top_k: int
+  router: str = "softmax"
+  normalize: bool = True
+  scale: float = 1.0
+  groups: int = 1
+  top_groups: int = 1
+  score_bias: bool = False
+  shared_hidden: int | None = None
+  shared_gate: bool = False
+  dtype: DType = jnp.float32
+  param_dtype: DType = jnp.float32
+
+  def __post_init__(self):
+    for argument in ("num_experts", "hidden", "top_k", "groups", "top_groups", "shared_hidden"):
+      if argument != "shared_hidden" or self.shared_hidden is not None:
+        require_count(f"MoE: {argument}", getattr(self, argument))
+    if self.router not in SCORES:
+      raise ValueError(f"MoE: unknown router {self.router!r}; {nearest(str(self.router), SCORES)}")
+    if self.num_experts % self.groups:
+      raise ValueError(f"MoE: num_experts {self.num_experts} is not a multiple of groups {self.groups}")
+    if self.top_groups > self.groups:
+      raise ValueError(f"MoE: top_groups {self.top_groups} is more than there are groups, {self.groups}")
+    choice = self.num_experts // self.groups * self.top_groups
+    if self.top_k > choice:
+      raise ValueError(f"MoE: top_k {self.top_k} is more than the {choice} experts that a token can choose from "
+                       f"({self.num_experts} experts, {self.top_groups} of {self.groups} groups)")
+    if self.shared_gate and self.shared_hidden is None:
+      raise ValueError("MoE: shared_gate=True gates a shared expert; give its width, shared_hidden")
+    super().__post_init__()
+
+  @nn.compact
+  def __call__(self, x: Array) -> Array:
+    dtypes = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+    tokens = x.reshape(-1, x.shape[-1])
+    router = Router(self.num_experts, self.top_k, self.router, self.normalize, self.scale, self.groups, self.top_groups,
+                    self.score_bias, self.param_dtype, name="router")
+    experts, weights = router(tokens)
+
+    of_pair = experts.ravel()  # pair p is of token p // top_k
+    order = jnp.argsort(of_pair, stable=True)
+    sizes = jnp.bincount(of_pair, length=self.num_experts).astype(jnp.int32)
+    y = Experts(self.num_experts, self.hidden, name="experts", **dtypes)(tokens[order // self.top_k], sizes)
+    y = y[jnp.argsort(order)].reshape(*experts.shape, -1)  # [tokens, top_k, embed]
+    y = jnp.einsum("tke,tk->te", y.astype(weights.dtype), weights).astype(self.dtype)
+
+    if self.shared_hidden is not None:
+      shared = SwiGLU(self.shared_hidden, name="shared", **dtypes)(tokens)
+      if self.shared_gate:
+        shared *= nn.sigmoid(Projection((1,), ("embed", None), name="shared_gate", **dtypes)(tokens))
+      y += shared
+    return y.reshape(x.shape)
+
+
+def total_loss(losses: Mapping[str, Any]) -> Array:
+  """The sum of all values in a collection `losses`, over every layer of a stack: `[]`, float32 at least."""
+  return sum((jnp.sum(leaf) for leaf in jax.tree.leaves(losses)), jnp.zeros((), jnp.float32))
