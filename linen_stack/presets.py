@@ -6,8 +6,9 @@ import dataclasses
 # Separate, fused, low-rank (MLA) and expert spellings of one projection: a layer has the ones that it has.
 _QUERY_KEY_VALUE = ("query_proj", "key_proj", "value_proj", "qkv_proj", "kv_proj",
                     "mla_q", "mla_kv", "query_wa_proj", "kv_wa_proj")
-_MLP_IN = ("mlpwi", "mlpwi_0", "mlpwi_1", "moe_mlpwi_0", "moe_mlpwi_1")
-_MLP_OUT = ("mlpwo", "moe_mlpwo")
+# Products of experts are sorted by expert, so that they can be read only with the choice that sorted them (moe_routing).
+_MLP_IN = ("mlpwi", "mlpwi_0", "mlpwi_1", "moe_mlpwi_0", "moe_mlpwi_1", "moe_routing")
+_MLP_OUT = ("mlpwo", "moe_mlpwo", "moe_routing")
 _PROJECTIONS = (*_QUERY_KEY_VALUE, "out_proj", *_MLP_IN, *_MLP_OUT)
 
 

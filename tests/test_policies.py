@@ -29,7 +29,8 @@ NAMES = ("none", "full", "minimal", "minimal_with_context", "minimal_with_quanti
          "save_dot_except_mlp", "save_qkv_proj", "save_out_proj", "qkv_proj_offloaded", "minimal_offloaded")
 ATTENTION = {"query_proj", "key_proj", "value_proj", "qkv_proj", "kv_proj", "mla_q", "mla_kv", "query_wa_proj",
              "kv_wa_proj"}
-MLP_IN, MLP_OUT = {"mlpwi", "mlpwi_0", "mlpwi_1", "moe_mlpwi_0", "moe_mlpwi_1"}, {"mlpwo", "moe_mlpwo"}
+MLP_IN = {"mlpwi", "mlpwi_0", "mlpwi_1", "moe_mlpwi_0", "moe_mlpwi_1", "moe_routing"}
+MLP_OUT = {"mlpwo", "moe_mlpwo", "moe_routing"}
 MINIMAL = {*ATTENTION, "out_proj", *MLP_IN, *MLP_OUT}
 
 
