@@ -4,11 +4,71 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 import dataclasses
 import functools
+import inspect
 from typing import Any
 
 import jax
 
 Policy = Callable[..., Any]
+
+_OFFLOADS_PRODUCTS = "offload_dot_with_no_batch_dims"
+
+
+@dataclasses.dataclass(frozen=True)
+class Told:
+  """What one of JAX's makers of policies was told, and what of the policy says more than that."""
+
+  save: frozenset[str] = frozenset()
+  offload: frozenset[str] = frozenset()
+  offload_dst: str | None = None
+  rest: Policy | None = None
+
+
+def told(policy: Policy | None) -> Told:
+  """Takes a policy of JAX's own makers apart, so that its names can be checked; any other is all `rest`.
+
+  Raises ValueError for `save_anything_except_these_names`, which saves everything, whatever it was told.
+  """
+  maker, values = _made(policy)
+  if maker == "save_anything_except_these_names":
+    raise ValueError("JAX's save_anything_except_these_names saves everything, also the names that it is given; "
+                     "name what is kept in save=[...], or take 'none' or JAX's everything_saveable")
+  if maker in ("save_only_these_names", "SaveOnlyTheseNames"):
+    return Told(save=frozenset(values.get("saveable_names", values.get("names_which_can_be_saved", ()))))
+  if maker == "save_and_offload_only_these_names":
+    save, offload = (frozenset(values.get(f"names_which_can_be_{kept}", ())) for kept in ("saved", "offloaded"))
+    return Told(save, offload, values["offload_dst"] if offload else None)
+  if maker == "save_from_both_policies":
+    one, two = told(values["policy_1"]), told(values["policy_2"])
+    if not one.offload | two.offload:  # JAX refuses those where gradients are traced
+      return Told(one.save | two.save, rest=either(one.rest, two.rest, "error"))
+  return Told(offload_dst=values["offload_dst"] if maker == _OFFLOADS_PRODUCTS else None, rest=policy)
+
+
+def excluded(policy: Policy | None) -> frozenset[str]:
+  """The names that a policy does not save, of one that saves all other names."""
+  if isinstance(policy, _Either):
+    return frozenset().union(*map(excluded, policy.policies))
+  maker, values = _made(policy)
+  if maker in ("save_any_names_but_these", "SaveAnyNamesButThese"):
+    return frozenset(values.get("names", values.get("names_not_to_save", ())))
+  return frozenset()
+
+
+def offloads(policy: Policy | None) -> bool:
+  """Whether a policy of JAX's own makers moves values to the host. What other functions do is not known before a trace."""
+  if isinstance(policy, _Either):
+    return any(map(offloads, policy.policies))
+  return _made(policy)[0] == _OFFLOADS_PRODUCTS
+
+
+def _made(policy: Any) -> tuple[str, dict[str, Any]]:
+  """The maker of a JAX policy and what it was told, which some versions keep as fields and others in a closure."""
+  if getattr(policy, "__module__", None) != jax.checkpoint_policies.save_only_these_names.__module__:
+    return "", {}
+  if inspect.isfunction(policy):
+    return policy.__qualname__.split(".")[0], dict(inspect.getclosurevars(policy).nonlocals)
+  return type(policy).__name__, dict(getattr(policy, "__dict__", {}))
 
 
 def names_first(named: Policy, names: Collection[str], base: Policy) -> Policy:
@@ -19,6 +79,16 @@ def names_first(named: Policy, names: Collection[str], base: Policy) -> Policy:
     return decide(prim, *args, **params)
 
   return policy
+
+
+def low_ranks_saved(policy: Policy, rank: int) -> Policy:
+  """`policy`, but values of less than `rank` dimensions that it offloads are saved instead."""
+
+  def decide(prim, *avals, **params):
+    answer = policy(prim, *avals, **params)
+    return True if type(answer).__name__ == "Offloadable" and avals[0].ndim < rank else answer
+
+  return decide
 
 
 def either(a: Policy | None, b: Policy | None, overlap: str) -> Policy | None:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import jax
 
-from linen_stack.jax_policies import called, either, names_first
+from linen_stack import jax_policies
 from linen_stack.specs import nearest
 from linen_stack.presets import PRESETS, Preset
 
@@ -25,6 +25,10 @@ from linen_stack.presets import PRESETS, Preset
 # stack then tags the carry itself, as CARRY_TAG, so that it works with and without the layer's own tag, and once.
 CARRY_NAME = "decoder_layer_input"
 CARRY_TAG = "layer_carry"
+
+# A value of lower rank stays on device where a policy offloads it: TPU compilers stop at slices of such values in host
+# memory, some with an error and some by aborting the process, and it is too small to matter.
+MIN_OFFLOAD_RANK = 2
 
 _HOST = "pinned_host"
 
@@ -62,7 +66,8 @@ class RematPolicy:
   """Names kept on device. Each must be tagged by a layer of the plan."""
 
   offload: tuple[str, ...] = ()
-  """Names copied to host memory and fetched back by the backward pass. Each must be tagged by a layer of the plan."""
+  """Names copied to host memory and fetched back by the backward pass. Each must be tagged by a layer of the plan. Values
+  of rank 0 and 1 stay on device."""
 
   carry: Literal["save", "offload"] = "save"
   """Where the hidden states that enter each layer wait for the backward pass. Needs no tag in the layer."""
@@ -78,7 +83,8 @@ class RematPolicy:
   A pair says it for a layer's variables and for its arguments: `(False, True)` lets gathered weights be shared."""
 
   base: Callable[..., Any] | None = None
-  """A JAX checkpoint policy that decides on everything that `save` and `offload` do not name."""
+  """A JAX checkpoint policy that decides on everything that `save` and `offload` do not name. The names in one that
+  JAX makes from names go into `save` and `offload`."""
 
   offload_dst: str = _HOST
   """Memory kind that offloaded values move to."""
@@ -117,6 +123,7 @@ class RematPolicy:
       optional |= {*preset.save, *preset.offload} - save - offload
       # What is said here about a name of the preset replaces what the preset says of it.
       save, offload = save | set(preset.save) - offload, offload | set(preset.offload) - save
+    save, offload = self._with_told(set_, save, offload)
     set_("carry", "offload" if CARRY_NAME in offload else "save")
     offload -= {CARRY_NAME}
     set_("save", tuple(sorted(save)))
@@ -125,6 +132,20 @@ class RematPolicy:
     set_("alternatives", frozenset((name, group & (save | offload)) for name, group in alternatives
                                    if group & (save | offload)))
     self._check_options(set_)
+
+  def _with_told(self, set_: Callable[[str, Any], None], save: set[str], offload: set[str]) -> tuple[set[str], set[str]]:
+    """Takes the names out of `base`, where it is one of JAX's policies by name: they are names like any others."""
+    if self.base is not None and not callable(self.base):
+      raise TypeError(f"base must be a JAX checkpoint policy, not {self.base!r}")
+    told, said = jax_policies.told(self.base), save | offload
+    set_("base", told.rest)
+    if told.offload - said or jax_policies.offloads(told.rest):
+      dst = told.offload_dst or self.offload_dst
+      if dst != self.offload_dst and (offload or self.offload_dst != _HOST):
+        raise ValueError(f"values would be offloaded to two places: {self.offload_dst!r} by this policy, {dst!r} by "
+                         "its base")
+      set_("offload_dst", dst)
+    return save | told.save - said, offload | told.offload - said
 
   def _check_options(self, set_: Callable[[str, Any], None]) -> None:
     """Raises for options that cannot be, and brings those that mean the same into one form."""
@@ -144,8 +165,6 @@ class RematPolicy:
                         f"not {self.prevent_cse!r}")
     if self.prevent_cse in ((True, True), (False, False)):
       set_("prevent_cse", self.prevent_cse[0])
-    if self.base is not None and not callable(self.base):
-      raise TypeError(f"base must be a JAX checkpoint policy, not {self.base!r}")
     if self.base is jax.checkpoint_policies.nothing_saveable:
       set_("base", None)
     if not isinstance(self.offload_dst, str) or not self.offload_dst:
@@ -191,7 +210,7 @@ class RematPolicy:
   @property
   def offloads(self) -> bool:
     """Whether any value moves to the host."""
-    return bool(self.offload) or self.carry == "offload"
+    return bool(self.offload) or self.carry == "offload" or jax_policies.offloads(self.base)
 
   @property
   def alone(self) -> RematPolicy:
@@ -249,7 +268,7 @@ class RematPolicy:
       merged["offload_dst"] = _agreed("offload_dst", [p.offload_dst for p in (self, other) if p.offloads], None)
     required = {*self.names} - self.optional | {*other.names} - other.optional
     return RematPolicy(
-        save=save, offload=offload, base=either(self.base, other.base, overlap), **merged,
+        save=save, offload=offload, base=jax_policies.either(self.base, other.base, overlap), **merged,
         optional=(self.optional | other.optional) - required, alternatives=self.alternatives | other.alternatives)
 
   def __or__(self, other: Any) -> RematPolicy:
@@ -261,7 +280,7 @@ class RematPolicy:
     A name said by the user must be among the tags. Each preset needs at least one of its names.
     """
     tags = set(tags)
-    for name in self.names:
+    for name in (*self.names, *sorted(jax_policies.excluded(self.base))):
       if name not in tags and name not in self.optional and name != CARRY_NAME:
         raise ValueError(f"remat policy names {name!r}, which is not tagged by {where}; {nearest(name, sorted(tags))}")
     for preset, names in sorted(self.alternatives, key=lambda entry: entry[0]):
@@ -281,7 +300,7 @@ class RematPolicy:
     for word, names in (("save", self.save), ("offload", self.offload)):
       named = [name for name in names if not self.preset or name not in self.optional]
       parts += [f"{word} {' '.join(named)}"] if named else []
-    parts += [f"base {called(self.base)}"] if self.base else []
+    parts += [f"base {jax_policies.called(self.base)}"] if self.base else []
     parts = parts or ["full"]
     parts += ["carry offload"] if self.carry == "offload" else []
     parts += [f"levels {'x'.join(map(str, self.levels))}"] if self.levels else []
@@ -304,11 +323,12 @@ def _resolve(policy: RematPolicy) -> Callable[..., Any]:
     named = policies.save_and_offload_only_these_names(
         names_which_can_be_saved=list(policy.save), names_which_can_be_offloaded=list(offload),
         offload_src="device", offload_dst=policy.offload_dst)
+    named = jax_policies.low_ranks_saved(named, MIN_OFFLOAD_RANK)
   else:
     named = policies.save_only_these_names(*policy.save)
   if policy.base is None:
     return named
-  return names_first(named, {*policy.save, *offload}, policy.base)
+  return jax_policies.names_first(named, {*policy.save, *offload}, policy.base)
 
 
 def _join_none(none: RematPolicy, other: RematPolicy, overlap: str) -> RematPolicy:

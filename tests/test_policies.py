@@ -193,7 +193,7 @@ def test_one_readable_line(policy, line):
 
 
 @pytest.mark.parametrize("base, name", [
-    (jax_policies.save_only_these_names("a"), "saveonlythesenames"),  # a function in some versions, a class in others
+    (jax_policies.save_any_names_but_these("a"), "saveany"),  # a function in some versions, a class in others
     (jax_policies.offload_dot_with_no_batch_dims("device", "pinned_host"), "offloaddotwithnobatchdims"),
     (type("Own", (), {"__call__": lambda *_, **__: False})(), "own"),
 ])
@@ -375,15 +375,15 @@ def test_each_of_joined_presets_needs_a_tag():
 
 # What the resolved policy does, read from a program ------------------------------------------------------------------
 
-TAGS = {"a": (2,), "b": (3,), "c": (4,), CARRY_TAG: (5,)}
+TAGS = {"a": (1, 2), "b": (1, 3), "c": (1, 4), CARRY_TAG: (1, 5)}
 NAME_OF = {shape: name for name, shape in TAGS.items()} | {(9, 9): "dot"}
 X = jnp.linspace(0.1, 0.9, 9)
 
 
 def tagged(x):
   total = jnp.sum(jnp.sin(jnp.dot(x[:, None], x[None, :])))
-  for name, (size,) in TAGS.items():
-    total += jnp.sum(jnp.sin(checkpoint_name(jnp.sin(x[:size]), name)))
+  for name, (_, size) in TAGS.items():
+    total += jnp.sum(jnp.sin(checkpoint_name(jnp.sin(x[None, :size]), name)))
   return total
 
 
@@ -438,15 +438,71 @@ def test_resolved_policies_keep_what_they_say(policy, expected):
 
 
 @pytest.mark.parametrize("one, two", itertools.permutations([only_b, b_offloaded]))
-def test_jax_policies_that_disagree(one, two):
-  with pytest.raises(ValueError, match="both saved and offloaded.*the value named 'b', by the JAX policies .*overlap="):
+def test_jax_policies_that_disagree_about_a_name(one, two):
+  with pytest.raises(ValueError, match="both saved and offloaded: b, by .*overlap="):
+    P.of(one) | two
+
+
+@pytest.mark.parametrize("one, two", itertools.permutations([dots, dots_offloaded]))
+def test_jax_policies_that_disagree_about_products(one, two):
+  with pytest.raises(ValueError, match="both saved and offloaded.*dot_general values, by the JAX policies .*overlap="):
     kept(P.of(one) | two)
 
 
 def test_jax_policies_that_offload_to_two_places():
   elsewhere = jax_policies.offload_dot_with_no_batch_dims("device", "unpinned_host")
+  with pytest.raises(ValueError, match="offload_dst='pinned_host' and offload_dst='unpinned_host'"):
+    P(offload=["a"]) | elsewhere
   with pytest.raises(ValueError, match="offloaded to two places: dot_general values"):
     kept(P.of(dots_offloaded).join(elsewhere, overlap="offload"))
+  with pytest.raises(ValueError, match="two places: 'pinned_host' by this policy, 'unpinned_host' by its base"):
+    P(offload=["a"], base=elsewhere)
+
+
+@pytest.mark.parametrize("base, policy", [
+    (only_b, P(save=["b"])),
+    (b_offloaded, P(save=["c"], offload=["b"])),
+    (jax_policies.save_from_both_policies(only_b, dots), P(save=["b"], base=dots)),
+    (jax_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=[CARRY_NAME], offload_src="device",
+        offload_dst="pinned_host"), P(carry="offload")),
+], ids=["save", "offload", "both", "carry"])
+def test_names_in_a_jax_policy_are_names_like_any_others(base, policy):
+  assert P.of(base) == policy and P.of(base).resolve() is policy.resolve()
+  assert P.of(base).offloads == policy.offloads
+  if policy.names:
+    with pytest.raises(ValueError, match="not tagged by any layer of the plan"):
+      P.of(base).check({"bb"})
+
+
+def test_names_that_a_jax_policy_leaves_out_must_exist():
+  all_but = jax_policies.save_any_names_but_these("contex")
+  for policy in (P.of(all_but), P.of(dots) | all_but):
+    policy.check({"contex"})
+    with pytest.raises(ValueError, match="'contex', which is not tagged.*did you mean 'context'"):
+      policy.check({"context"})
+
+
+def test_a_jax_policy_that_offloads_products_counts_as_one_that_offloads():
+  assert P.of(dots_offloaded).offloads and (P.of(dots) | dots_offloaded).offloads and not P.of(dots).offloads
+  elsewhere = P.of(jax_policies.offload_dot_with_no_batch_dims("device", "unpinned_host"))
+  assert elsewhere.offload_dst == "unpinned_host" and str(elsewhere).endswith(", to unpinned_host")
+
+
+def test_values_of_low_rank_stay_on_device():
+  def low(x):
+    return jnp.sum(jnp.sin(checkpoint_name(jnp.sin(x), "a"))) + jnp.sin(checkpoint_name(jnp.sin(x).sum(), "b"))
+
+  for policy in (P(offload=["a", "b"]), P(save=["a"], offload=["b"])):
+    program = jax.make_jaxpr(lambda x: jax.vjp(jax.checkpoint(low, policy=policy.resolve()), x)[1])(X).jaxpr
+    own = [var.aval for var in program.outvars if var not in program.invars]
+    assert {aval.shape for aval in own} == {(9,), ()}
+    assert not any("host" in str(aval.memory_space).lower() for aval in own)
+
+
+def test_a_jax_policy_that_ignores_its_names_is_refused():
+  with pytest.raises(ValueError, match="saves everything, also the names"):
+    P.of(jax_policies.save_anything_except_these_names("a"))
 
 
 def test_joined_jax_policies_are_equal_and_traced_once():

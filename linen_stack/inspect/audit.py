@@ -14,7 +14,7 @@ from linen_stack.inspect import render
 from linen_stack.inspect.findings import (Action, Finding, Tagged, action_on, inside_layer, name_findings, outer_remat,
                                           stacking, too_small)
 from linen_stack.inspect.watch import Place, Watch, watching
-from linen_stack.policies import CARRY_NAME, RematPolicy
+from linen_stack.policies import CARRY_NAME, MIN_OFFLOAD_RANK, RematPolicy
 from linen_stack.stack import StackedDecoder
 from linen_stack.tags import Tag, tags
 from linen_stack.validation import levels
@@ -89,7 +89,7 @@ def audit(stack: nn.Module, *args: Any, **kwargs: Any) -> AuditReport:
       policy = found.policy(place.segment.name)
       of_run = [*_carry(place, policy, found, watch), *_tagged(place, policy, tagged)]
       findings += [*inside_layer(place, policy, jaxpr, tagged), *stacking(place, policy, found, of_run),
-                   *too_small(place, of_run)]
+                   *too_small(place, policy, of_run)]
       rows += of_run
   order = {"error": 0, "warning": 1, "info": 2}
   return AuditReport(tuple(rows), tuple(sorted(dict.fromkeys(findings), key=lambda finding: order[finding.severity])))
@@ -113,16 +113,19 @@ def _carry(place: Place, policy: RematPolicy, stack: StackedDecoder, watch: Watc
   """The hidden states that enter the layers, once for each region that is rematerialised by itself."""
   if not policy.remat or CARRY_NAME in policy.save:
     return []  # the layer's own tag tells it, or nothing does
-  regions, action = place.num_layers, "saved"
-  if policy.carry == "offload":
-    action = "offloaded"
+  regions, recomputed = place.num_layers, False
   if stack.scan and (policy.levels or policy.every > 1):
     nested = levels(place.segment, policy)
     regions = nested[0] if nested else place.segment.length
-    if place.run.offset:
-      action = "recomputed"
+    recomputed = bool(place.run.offset)
+
+  def action(leaf: Any) -> str:
+    if recomputed:
+      return "recomputed"
+    return "offloaded" if policy.carry == "offload" and len(leaf.shape) >= MIN_OFFLOAD_RANK else "saved"
+
   return [Tagged("/".join(place.stack), place.segment.name, place.run.name, regions, "carry", tuple(leaf.shape),
-                 str(leaf.dtype), 1, math.prod(leaf.shape) * leaf.dtype.itemsize, action)
+                 str(leaf.dtype), 1, math.prod(leaf.shape) * leaf.dtype.itemsize, action(leaf))
           for leaf in jax.tree.leaves(watch.hidden[place.stack])]
 
 

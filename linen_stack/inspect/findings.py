@@ -9,14 +9,14 @@ from typing import Any, Literal
 from linen_stack.inspect import render
 from linen_stack.inspect.watch import STACK_SCOPE, Place
 from linen_stack.specs import nearest
-from linen_stack.policies import CARRY_NAME, RematPolicy
+from linen_stack.policies import CARRY_NAME, MIN_OFFLOAD_RANK, RematPolicy
 from linen_stack.stack import StackedDecoder
 from linen_stack.tags import Tag, equations, inner_jaxprs
 
 Action = Literal["saved", "offloaded", "recomputed", "kept (no remat)"]
 Severity = Literal["error", "warning", "info"]
 
-# Smaller than a TPU tile of 8 x 128: some compilers cannot slice such a value out of host memory.
+# Values of a TPU tile.
 _TILE = 8 * 128
 
 
@@ -176,9 +176,13 @@ def stacking(place: Place, policy: RematPolicy, stack: StackedDecoder, rows: lis
       yield Finding("info", f"{stacked}; carry='offload' moves it to the host")
 
 
-def too_small(place: Place, rows: list[Tagged]) -> Iterator[Finding]:
-  """Offloaded values that are too small for it."""
+def too_small(place: Place, policy: RematPolicy, rows: list[Tagged]) -> Iterator[Finding]:
+  """Values that the policy offloads and that stay on device, or are too small for it."""
+  offloaded = {*policy.offload, *(("carry", CARRY_NAME) if policy.carry == "offload" else ())}
   for row in rows:
-    if row.action == "offloaded" and (len(row.shape) < 2 or math.prod(row.shape) < _TILE):
+    if row.action == "saved" and row.name in offloaded:
+      yield Finding("warning", f"{at(place)}: {row.name!r} {render.shape(row.shape)} stays on device although the policy "
+                               f"offloads it: values of rank below {MIN_OFFLOAD_RANK} cannot be sliced in a TPU's host memory")
+    elif row.action == "offloaded" and math.prod(row.shape) < _TILE:
       yield Finding("warning", f"{at(place)}: {row.name!r} {render.shape(row.shape)} is smaller than a TPU tile; "
-                               "TPU compilers fail on slices of such values in host memory, and it is cheaper saved")
+                               "it is cheaper saved")
