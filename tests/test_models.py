@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from linen_stack.models import DecoderLayer, LanguageModel, RMSNorm, init_cache, rotary
+from linen_stack.models import DecoderLayer, LanguageModel, RMSNorm, init_cache, rope
 from linen_stack.plan import LayerSpec, Plan
 from linen_stack.stack import StackedDecoder
 from linen_stack.tags import tagged_names
@@ -151,10 +151,11 @@ def test_only_earlier_tokens_are_seen():
 
 def test_rotary_depends_on_distance_alone():
   q, k = normal(0, 2, 1, 5, 3, 8)
+  rates, _ = rope.frequencies(8, 10000.0)
   score = jax.jit(lambda start: jnp.einsum("bthd,bshd->bhts",
-                                       *(rotary(y, start + jnp.arange(5)[None], 10000.0) for y in (q, k))))
+                                       *(rope.rotate(y, start + jnp.arange(5)[None], rates) for y in (q, k))))
   close(score(0), score(31), 1e-4)
-  np.testing.assert_array_equal(rotary(q, jnp.zeros((1, 5), jnp.int32), 10000.0), q)
+  np.testing.assert_array_equal(rope.rotate(q, jnp.zeros((1, 5), jnp.int32), rates), q)
 
 
 def test_rms_norm_of_large_low_precision_values_is_finite():
@@ -459,7 +460,7 @@ def test_sizes_are_checked_on_construction(options, error, message):
     (dict(kv_cache={**DecoderLayer(**SIZES).init_cache(2, SEQ), "index": jnp.zeros(2, int)}), ValueError,
      "one integer, how many tokens the cache holds"),
     (dict(kv_cache={**DecoderLayer(**SIZES).init_cache(2, SEQ), "value": jnp.zeros((2, 9, 4, 4))}), ValueError,
-     "differ in shape"),
+     "differ in length"),
 ])
 def test_arguments_are_checked(call, error, message):
   layer, variables, x = make()

@@ -1,4 +1,4 @@
-"""The parts of the reference decoder layer: RMS norm, projection, rotary embedding, cached attention and SwiGLU.
+"""The parts of the reference decoder layers: RMS norm, projection, cached attention and the gated feed-forward map.
 
 Every parameter carries logical axis names (`embed`, `q_heads`, `kv_heads`, `head_dim`, `mlp`, `vocab`, `norm`), and the
 values that rematerialisation policies choose among are tagged where they arise. Parameters are stored in `param_dtype`
@@ -6,7 +6,7 @@ and used in `dtype`; norms, rotary angles and the softmax are computed in float3
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -14,6 +14,8 @@ import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
+
+from linen_stack.models import rope
 
 Array = jax.Array
 DType = Any
@@ -29,24 +31,32 @@ def require_count(argument: str, value: Any) -> None:
 
 
 class RMSNorm(nn.Module):
-  """Divides `[..., features]` by its root mean square and scales it; the result has `dtype`."""
+  """Divides `[..., features]` by its root mean square and scales it; the result has `dtype`.
+
+  Args:
+    eps: what is added to the mean square.
+    zero_centered: the factor is 1 + scale, and scale starts at 0 instead of 1.
+  """
 
   eps: float = 1e-6
+  zero_centered: bool = False
   dtype: DType = jnp.float32
   param_dtype: DType = jnp.float32
 
   @nn.compact
   def __call__(self, x: Array) -> Array:
-    init = nn.with_logical_partitioning(nn.initializers.ones_init(), ("norm",))
+    init = nn.initializers.zeros_init() if self.zero_centered else nn.initializers.ones_init()
+    init = nn.with_logical_partitioning(init, ("norm",))
     scale = self.param("scale", init, x.shape[-1:], self.param_dtype)
     wide = jnp.promote_types(x.dtype, jnp.float32)
     x = x.astype(wide)
     x = x * lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps)
-    return (x * scale.astype(wide)).astype(self.dtype)
+    scale = scale.astype(wide)
+    return (x * (1 + scale if self.zero_centered else scale)).astype(self.dtype)
 
 
 class Projection(nn.Module):
-  """A linear map of the last `len(axes) - len(features)` dimensions onto `features`, without a bias.
+  """A linear map of the last `len(axes) - len(features)` dimensions onto `features`.
 
   Flax's `DenseGeneral` is not used because it initialises a flattened kernel: under a mesh and logical axis rules the
   names of a kernel with three axes do not fit that.
@@ -54,11 +64,13 @@ class Projection(nn.Module):
   Args:
     features: the sizes of the new dimensions.
     axes: the logical names of the kernel's axes, first those that are summed over.
+    use_bias: adds a vector of the shape `features`.
     output_dtype: the dtype in which the product is accumulated and returned; None: `dtype`.
   """
 
   features: tuple[int, ...]
   axes: tuple[str, ...]
+  use_bias: bool = False
   dtype: DType = jnp.float32
   param_dtype: DType = jnp.float32
   output_dtype: DType | None = None
@@ -71,22 +83,12 @@ class Projection(nn.Module):
         1.0, "fan_in", "truncated_normal", in_axis=range(summed), out_axis=range(summed, len(shape)))
     kernel = self.param("kernel", nn.with_logical_partitioning(init, self.axes), shape, self.param_dtype)
     contract = (tuple(range(x.ndim - summed, x.ndim)), tuple(range(summed)))
-    return lax.dot_general(x.astype(self.dtype), kernel.astype(self.dtype), (contract, ((), ())),
-                           preferred_element_type=self.output_dtype)
-
-
-def rotary(x: Array, positions: Array, theta: float) -> Array:
-  """Turns each pair (i, i + head_dim / 2) of x `[batch, seq, heads, head_dim]` by an angle that grows with positions.
-
-  positions: `[batch or 1, seq]`. The result has x's dtype.
-  """
-  half = x.shape[-1] // 2
-  wide = jnp.promote_types(x.dtype, jnp.float32)
-  rate = theta ** (-jnp.arange(half, dtype=wide) / half)
-  angle = positions.astype(wide)[..., None, None] * rate  # [batch, seq, 1, head_dim / 2]
-  first, second = jnp.split(x.astype(wide), 2, axis=-1)
-  sin, cos = jnp.sin(angle), jnp.cos(angle)
-  return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    y = lax.dot_general(x.astype(self.dtype), kernel.astype(self.dtype), (contract, ((), ())),
+                        preferred_element_type=self.output_dtype)
+    if not self.use_bias:
+      return y
+    init = nn.with_logical_partitioning(nn.initializers.zeros_init(), self.axes[summed:])
+    return y + self.param("bias", init, tuple(self.features), self.param_dtype).astype(y.dtype)
 
 
 def empty_cache(batch: int, length: int, num_kv_heads: int, head_dim: int, dtype: DType = jnp.float32) -> KVCache:
@@ -95,20 +97,21 @@ def empty_cache(batch: int, length: int, num_kv_heads: int, head_dim: int, dtype
   return {"key": jnp.zeros(shape, dtype), "value": jnp.zeros(shape, dtype), "index": jnp.zeros((), jnp.int32)}
 
 
-def _check_cache(cache: KVCache, key: Array) -> None:
-  """Raises where `cache` cannot take `key` `[batch, seq, kv_heads, head_dim]`."""
-  if not isinstance(cache, Mapping) or set(cache) != {"key", "value", "index"}:
+def check_cache(cache: KVCache, new: Mapping[str, Array]) -> None:
+  """Raises where `cache` cannot take the values of new tokens, each part `[batch, seq, ...]`."""
+  names = [*new, "index"]
+  if not isinstance(cache, Mapping) or set(cache) != set(names):
     got = sorted(cache) if isinstance(cache, Mapping) else type(cache).__name__
-    raise TypeError(f"kv_cache must be a dict of key, value and index (see init_cache), not {got}")
-  batch, seq, heads, head_dim = key.shape
-  for name in ("key", "value"):
-    shape = jnp.shape(cache[name])
-    if len(shape) != 4 or (shape[0], *shape[2:]) != (batch, heads, head_dim):
+    raise TypeError(f"kv_cache must be a dict of {', '.join(names[:-1])} and index (see init_cache), not {got}")
+  for name, part in new.items():
+    (batch, seq, *rest), shape = part.shape, jnp.shape(cache[name])
+    if len(shape) != part.ndim or (shape[0], *shape[2:]) != (batch, *rest):
       raise ValueError(f"kv_cache[{name!r}] has shape {shape}; this layer and batch need "
-                       f"[{batch}, length, {heads}, {head_dim}] (batch, length, kv_heads, head_dim)")
-  if jnp.shape(cache["key"]) != jnp.shape(cache["value"]):
-    raise ValueError(f"kv_cache: key {jnp.shape(cache['key'])} and value {jnp.shape(cache['value'])} differ in shape")
-  index, length = cache["index"], cache["key"].shape[1]
+                       f"[{', '.join(map(str, (batch, 'length', *rest)))}]")
+  lengths = {name: jnp.shape(cache[name])[1] for name in new}
+  if len(set(lengths.values())) > 1:
+    raise ValueError(f"kv_cache: the parts differ in length: {lengths}")
+  index, length = cache["index"], min(lengths.values())
   if jnp.shape(index) != () or not jnp.issubdtype(jnp.result_type(index), jnp.integer):
     raise ValueError("kv_cache['index'] must be one integer, how many tokens the cache holds; it has shape "
                      f"{jnp.shape(index)} and dtype {jnp.result_type(index)}")
@@ -117,17 +120,29 @@ def _check_cache(cache: KVCache, key: Array) -> None:
     raise ValueError(f"kv_cache has room for {length} tokens and holds {used}; {seq} more do not fit")
 
 
-def extend_cache(cache: KVCache, key: Array, value: Array) -> KVCache:
-  """A cache with the new key and value `[batch, seq, kv_heads, head_dim]` written at its index, in its own dtype."""
-  at = (0, cache["index"], 0, 0)
-  return {
-      "key": lax.dynamic_update_slice(cache["key"], key.astype(cache["key"].dtype), at),
-      "value": lax.dynamic_update_slice(cache["value"], value.astype(cache["value"].dtype), at),
-      "index": (cache["index"] + key.shape[1]).astype(jnp.result_type(cache["index"])),
-  }
+def extend_cache(cache: KVCache, new: Mapping[str, Array]) -> KVCache:
+  """A cache with the values of new tokens, each part `[batch, seq, ...]`, written at its index, in its own dtypes."""
+  extended = {name: lax.dynamic_update_slice_in_dim(cache[name], part.astype(cache[name].dtype), cache["index"], axis=1)
+              for name, part in new.items()}
+  seq = next(iter(new.values())).shape[1]
+  return {**extended, "index": (cache["index"] + seq).astype(jnp.result_type(cache["index"]))}
 
 
-def _full_rank(mask: Array, shape: tuple[int, ...]) -> Array:
+def token_positions(x: Array, positions: Array | None, kv_cache: KVCache | None) -> Array:
+  """The positions `[batch or 1, seq]` of x `[batch, seq, ...]`: from the cache's index on, if none are given.
+
+  Raises ValueError for positions of another shape.
+  """
+  if positions is None:
+    start = 0 if kv_cache is None else kv_cache["index"]
+    return (start + jnp.arange(x.shape[1]))[None]
+  shape = jnp.shape(positions)
+  if shape not in (x.shape[:2], (1, x.shape[1])):
+    raise ValueError(f"positions has shape {shape}; it must be {x.shape[:2]} or {(1, x.shape[1])} (batch, seq)")
+  return jnp.asarray(positions)
+
+
+def full_rank(mask: Array, shape: tuple[int, ...]) -> Array:
   """The mask with four dimensions. Raises where it is not boolean or does not broadcast to `shape`."""
   if jnp.result_type(mask) != jnp.bool_:
     raise TypeError(f"mask must be boolean (True: attend), not {jnp.result_type(mask)}; "
@@ -147,6 +162,12 @@ class Attention(nn.Module):
 
   Masks go by the order of the tokens (in a cache: by slot); `positions` only turn the rotary embedding. A window of w
   lets a token see w tokens, itself among them.
+
+  Args:
+    qk_norm: RMS norm of each query and key head before the rotary embedding; zero_centered_norm: as in `RMSNorm`.
+    rope_theta, rope_scaling: as in `rope.frequencies`; rope_theta None: no rotary embedding.
+    scale: what query times key is multiplied by. None: 1 / sqrt(head_dim).
+    qkv_bias, out_bias: a bias on the projections to query, key and value, and on the one of the output.
   """
 
   num_heads: int
@@ -154,7 +175,12 @@ class Attention(nn.Module):
   head_dim: int
   window: int | None = None
   qk_norm: bool = False
+  zero_centered_norm: bool = False
   rope_theta: float | None = 10000.0
+  rope_scaling: Mapping[str, Any] | None = None
+  scale: float | None = None
+  qkv_bias: bool = False
+  out_bias: bool = False
   norm_eps: float = 1e-6
   dtype: DType = jnp.float32
   param_dtype: DType = jnp.float32
@@ -172,77 +198,73 @@ class Attention(nn.Module):
 
     def project(name: str, heads: int, axis: str) -> Array:
       axes = ("embed", axis, "head_dim")
-      y = Projection((heads, self.head_dim), axes, name=name, **dtypes)(x)
+      y = Projection((heads, self.head_dim), axes, use_bias=self.qkv_bias, name=name, **dtypes)(x)
       return checkpoint_name(y, f"{name}_proj")
 
     query = project("query", self.num_heads, "q_heads")
     key = project("key", self.num_kv_heads, "kv_heads")
     value = project("value", self.num_kv_heads, "kv_heads")
     if kv_cache is not None:
-      _check_cache(kv_cache, key)
+      check_cache(kv_cache, {"key": key, "value": value})
     if self.qk_norm:
-      query = RMSNorm(eps=self.norm_eps, name="query_norm", **dtypes)(query)
-      key = RMSNorm(eps=self.norm_eps, name="key_norm", **dtypes)(key)
+      norm = dict(eps=self.norm_eps, zero_centered=self.zero_centered_norm, **dtypes)
+      query, key = RMSNorm(name="query_norm", **norm)(query), RMSNorm(name="key_norm", **norm)(key)
     if self.rope_theta is not None:
-      positions = self._positions(x, positions, kv_cache)
-      query, key = rotary(query, positions, self.rope_theta), rotary(key, positions, self.rope_theta)
+      positions = token_positions(x, positions, kv_cache)
+      rates, factor = rope.frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
+      query, key = (rope.rotate(y, positions, rates, scale=factor) for y in (query, key))
 
     if kv_cache is None:
       context = self._attend(query, key, value, mask)
     else:
       context, kv_cache = self._attend_cached(query, key, value, mask, kv_cache)
     context = checkpoint_name(context, "context")
-    out = Projection(x.shape[-1:], ("q_heads", "head_dim", "embed"), name="out", **dtypes)(context)
+    out = Projection(x.shape[-1:], ("q_heads", "head_dim", "embed"), use_bias=self.out_bias, name="out",
+                     **dtypes)(context)
     return checkpoint_name(out, "out_proj"), kv_cache
-
-  @nn.nowrap
-  def _positions(self, x: Array, positions: Array | None, kv_cache: KVCache | None) -> Array:
-    if positions is None:
-      start = 0 if kv_cache is None else kv_cache["index"]
-      return (start + jnp.arange(x.shape[1]))[None]
-    shape = jnp.shape(positions)
-    if shape not in (x.shape[:2], (1, x.shape[1])):
-      raise ValueError(f"positions has shape {shape}; it must be {x.shape[:2]} or {(1, x.shape[1])} (batch, seq)")
-    return jnp.asarray(positions)
 
   @nn.nowrap
   def _attend(self, query: Array, key: Array, value: Array, mask: Array | None) -> Array:
     if mask is not None:
-      mask = _full_rank(mask, (query.shape[0], self.num_heads, query.shape[1], key.shape[1]))
+      mask = full_rank(mask, (query.shape[0], self.num_heads, query.shape[1], key.shape[1]))
     window = None if self.window is None else (self.window - 1, 0)
-    return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=True, local_window_size=window)
+    return jax.nn.dot_product_attention(query, key, value, mask=mask, scale=self.scale, is_causal=True,
+                                        local_window_size=window)
 
   @nn.nowrap
   def _attend_cached(self, query: Array, key: Array, value: Array, mask: Array | None,
                      cache: KVCache) -> tuple[Array, KVCache]:
     start, seq, length = cache["index"], query.shape[1], cache["key"].shape[1]
-    cache = extend_cache(cache, key, value)
+    cache = extend_cache(cache, {"key": key, "value": value})
     distance = (start + jnp.arange(seq))[:, None] - jnp.arange(length)  # [seq, length]
     seen = distance >= 0
     if self.window is not None:
       seen &= distance < self.window
     seen = seen[None, None]
     if mask is not None:
-      seen &= _full_rank(mask, (query.shape[0], self.num_heads, seq, length))
+      seen &= full_rank(mask, (query.shape[0], self.num_heads, seq, length))
     context = jax.nn.dot_product_attention(
-        query, cache["key"].astype(query.dtype), cache["value"].astype(query.dtype), mask=seen)
+        query, cache["key"].astype(query.dtype), cache["value"].astype(query.dtype), mask=seen, scale=self.scale)
     # dynamic_update_slice moves a write that does not fit over older tokens; that must not look like a result.
     return jnp.where(start + seq <= length, context, jnp.nan), cache
 
 
 class SwiGLU(nn.Module):
-  """The gated feed-forward map of `[..., embed]`: wo(silu(wi_0(x)) * wi_1(x)), `hidden` wide."""
+  """The gated feed-forward map of `[..., embed]`: wo(activation(wi_0(x)) * wi_1(x)), `hidden` wide."""
 
   hidden: int
+  activation: Callable[[Array], Array] = nn.silu
+  use_bias: bool = False
   dtype: DType = jnp.float32
   param_dtype: DType = jnp.float32
 
   @nn.compact
   def __call__(self, x: Array) -> Array:
     def project(y: Array, features: int, axes: tuple[str, str], name: str) -> Array:
-      y = Projection((features,), axes, dtype=self.dtype, param_dtype=self.param_dtype, name=name)(y)
+      y = Projection((features,), axes, use_bias=self.use_bias, dtype=self.dtype, param_dtype=self.param_dtype,
+                     name=name)(y)
       return checkpoint_name(y, f"mlp{name}")
 
     gate = project(x, self.hidden, ("embed", "mlp"), "wi_0")
     up = project(x, self.hidden, ("embed", "mlp"), "wi_1")
-    return project(nn.silu(gate) * up, x.shape[-1], ("mlp", "embed"), "wo")
+    return project(self.activation(gate) * up, x.shape[-1], ("mlp", "embed"), "wo")
