@@ -104,6 +104,11 @@ def split_key(lazy: LazyRng, length: int) -> LazyRng:
   return jax.tree.map(lambda key: jax.random.split(jax.random.clone(key), length), lazy)
 
 
+def over_parts(variables: Any, arguments: Any) -> Any:
+  """The two values, laid over what the body of a loop takes: (state, xs), as `_Loop._run` puts them together."""
+  return (variables, variables, arguments, arguments), (arguments, variables, arguments, arguments)
+
+
 def _lift_loop(target: Any, methods: Any, loop: _Loop) -> Any:
   loop.check()
 

@@ -329,4 +329,6 @@ def _region(policy: RematPolicy, loop: Callable[..., Any]) -> Callable[..., Any]
     *others, carry = state
     return loop((*others, lifts.tag_carry(policy, carry)), xs)
 
-  return jax.checkpoint(region, policy=policy.resolve(), prevent_cse=bool(policy.prevent_cse))
+  cse = policy.prevent_cse
+  flags = loops.over_parts(*cse) if isinstance(cse, tuple) else bool(cse)
+  return jax.checkpoint(region, policy=policy.resolve(), prevent_cse=flags)

@@ -1,7 +1,9 @@
 """What each policy keeps, proved from the programs: saved and offloaded values, matrix products, barriers."""
 import collections
 
+from flax import linen as nn
 import jax
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 import pytest
 
@@ -9,7 +11,7 @@ import linen_stack as ls
 from linen_stack import tags
 from linen_stack.inspect import residuals
 from linen_stack.policies import CARRY_TAG
-from tests.tagged import BATCH, SEQ, SHAPES, abstract, loss_of, plan, spec
+from tests.tagged import BATCH, EMBED, SEQ, SHAPES, abstract, loss_of, plan, spec
 
 LAYOUTS = ("flat", "cycle", "prefix")
 REMATS = [name for name in ls.RematPolicy.presets() if name != "none"]
@@ -174,3 +176,69 @@ def test_barriers_in_straight_line_code(stack):
 def test_explicit_prevent_cse_wins(scan, value, expected):
   stack = ls.StackedDecoder(plan("flat"), remat=ls.RematPolicy(prevent_cse=value), scan=scan)
   assert bool(barriers(stack)) == expected
+
+
+@pytest.mark.parametrize("variables, arguments", [(False, True), (True, False)])
+@pytest.mark.parametrize("layout, options, steps", [
+    ("flat", dict(scan=False), {}), ("cycle", {}, {}), ("flat", {}, {}), ("flat", {}, {"every": 2}),
+    ("flat", {}, {"levels": (2, 2)})], ids=str)
+def test_prevent_cse_of_variables_and_of_arguments(layout, options, steps, variables, arguments):
+  stack = ls.StackedDecoder(plan(layout), remat=ls.RematPolicy(prevent_cse=(variables, arguments), **steps), **options)
+  x, params = abstract(stack)
+  regions = [eqn for eqn in tags.equations(jax.make_jaxpr(loss_of(stack))(params, x).jaxpr) if "prevent_cse" in eqn.params]
+  assert regions
+  for eqn in regions:
+    flags = dict(zip((var.aval.shape for var in eqn.invars), eqn.params["prevent_cse"]))
+    assert any(is_activation(shape) for shape in flags) and len(flags) > 3
+    assert all(flag == (arguments if is_activation(shape) else variables) for shape, flag in flags.items())
+
+
+def attend(query, key, value):
+  return jnp.tanh(query * key) * value
+
+
+kernel = jax.custom_vjp(attend)
+
+
+def kernel_forward(query, key, value):
+  context = checkpoint_name(attend(query, key, value), "context")
+  return context, (query, key, value, context)
+
+
+def kernel_backward(kept, g):
+  query, key, value, context = kept
+  return g * key, g * query, g * context + 0 * value
+
+
+kernel.defvjp(kernel_forward, kernel_backward)
+
+
+class KernelLayer(nn.Module):
+  """A layer around a kernel with a backward pass of its own, which tags its result where it is differentiated."""
+
+  @nn.compact
+  def __call__(self, x):
+    query, key, value = (checkpoint_name(nn.Dense(EMBED, name=f"{name}_proj")(x), f"{name}_proj")
+                         for name in ("query", "key", "value"))
+    context = kernel(query, key, value)
+    return x + checkpoint_name(nn.Dense(EMBED, name="out")(jnp.sin(context)), "out_proj")
+
+
+KERNELS = {"flat": ls.Plan.homogeneous(ls.LayerSpec(KernelLayer), 4),
+           "prefix": ls.Plan.homogeneous(ls.LayerSpec(KernelLayer), 1, "first") +
+                     ls.Plan.homogeneous(ls.LayerSpec(KernelLayer), 3)}
+
+
+@pytest.mark.parametrize("layout", KERNELS)
+@pytest.mark.parametrize("remat, runs", [
+    ("none", 1), ("minimal_with_context", 1), ("save_dot_with_context_except_mlp", 1),
+    ("minimal_with_context_and_quantization", 1), (ls.RematPolicy(offload=["context"]), 1), ("full", 2), ("minimal", 2),
+], ids=str)
+def test_a_kernel_with_its_own_backward_pass_runs_again_only_where_its_result_is_not_kept(layout, remat, runs):
+  plan = KERNELS[layout]
+  stack = ls.StackedDecoder(plan, remat=remat)
+  x, variables = abstract(stack)
+  program = jax.make_jaxpr(jax.grad(loss_of(stack)))(variables, x).jaxpr
+  # `tanh` is the kernel's alone.
+  count = sum(eqn.primitive.name == "tanh" for eqn in tags.equations(program))
+  assert count == runs * len(plan.segments)
