@@ -1,13 +1,16 @@
 """The reference decoder layer: pre-norm attention and SwiGLU around a residual stream, as in Llama and Qwen3."""
 from __future__ import annotations
 
+from collections.abc import Mapping
 import functools
+from typing import Any
 
 import flax.linen as nn
 import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
+from linen_stack.models import rope
 from linen_stack.models.layers import Attention, DType, KVCache, RMSNorm, SwiGLU, empty_cache, require_count
 
 Array = jax.Array
@@ -30,6 +33,9 @@ class DecoderLayer(nn.Module, kw_only=True):
     window: how many tokens a token sees, itself among them. None: all before it.
     qk_norm: RMS norm of each query and key head before the rotary embedding.
     rope_theta: base of the rotary embedding. None: no rotary embedding.
+    rope_scaling: how its frequencies are scaled, as in `rope.frequencies`.
+    qkv_bias, out_bias, mlp_bias: biases on the projections to query, key and value, on attention's output projection, and
+      on all of the feed-forward part.
     dropout: rate of dropout on what attention and feed-forward add to the stream.
     norm_eps: what the norms add to the mean square.
     dtype: of the computation.
@@ -50,6 +56,10 @@ class DecoderLayer(nn.Module, kw_only=True):
   window: int | None = None
   qk_norm: bool = False
   rope_theta: float | None = 10000.0
+  rope_scaling: Mapping[str, Any] | None = None
+  qkv_bias: bool = False
+  out_bias: bool = False
+  mlp_bias: bool = False
   dropout: float = 0.0
   norm_eps: float = 1e-6
   dtype: DType = jnp.float32
@@ -72,6 +82,13 @@ class DecoderLayer(nn.Module, kw_only=True):
       raise ValueError(f"{owner}: the rotary embedding needs an even head_dim, not {self._head_dim}")
     if self.rope_theta is not None and not self.rope_theta > 0:
       raise ValueError(f"{owner}: rope_theta must be above 0 (None: no rotary embedding), not {self.rope_theta}")
+    if self.rope_scaling is not None:
+      if self.rope_theta is None:
+        raise ValueError(f"{owner}: rope_scaling without rope_theta; there is no rotary embedding to scale")
+      try:
+        rope.frequencies(self._head_dim, self.rope_theta, self.rope_scaling)
+      except ValueError as error:
+        raise ValueError(f"{owner}: rope_scaling: {error}") from None
     if not 0 <= self.dropout < 1:
       raise ValueError(f"{owner}: dropout must be at least 0 and below 1, not {self.dropout}")
     if self.decode and self.cache_length is None:
@@ -111,7 +128,8 @@ class DecoderLayer(nn.Module, kw_only=True):
     y = RMSNorm(eps=self.norm_eps, name="attention_norm", **dtypes)(x)
     attention = Attention(
         num_heads=self.num_heads, num_kv_heads=self._kv_heads, head_dim=self._head_dim, window=self.window,
-        qk_norm=self.qk_norm, rope_theta=self.rope_theta, norm_eps=self.norm_eps, name="attention", **dtypes)
+        qk_norm=self.qk_norm, rope_theta=self.rope_theta, rope_scaling=self.rope_scaling, qkv_bias=self.qkv_bias,
+        out_bias=self.out_bias, norm_eps=self.norm_eps, name="attention", **dtypes)
     if kv_cache is None and self.decode:
       y, new_cache = self._attend_with_collection(attention, y, mask, positions), None
     else:
@@ -120,7 +138,7 @@ class DecoderLayer(nn.Module, kw_only=True):
     x = checkpoint_name(x + y.astype(x.dtype), "attention_out")
 
     y = RMSNorm(eps=self.norm_eps, name="feed_forward_norm", **dtypes)(x)
-    y = SwiGLU(self.mlp, name="feed_forward", **dtypes)(y)
+    y = SwiGLU(self.mlp, use_bias=self.mlp_bias, name="feed_forward", **dtypes)(y)
     y = nn.Dropout(self.dropout, name="feed_forward_dropout")(y, deterministic=deterministic)
     x = x + y.astype(x.dtype)
     return x if kv_cache is None else (x, new_cache)

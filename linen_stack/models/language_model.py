@@ -1,7 +1,7 @@
 """A language model around a stack: token embedding, the stack's layers, a last norm, and the projection to logits."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -27,9 +27,14 @@ class LanguageModel(nn.Module):
     vocab: number of token ids.
     embed: width of the residual stream.
     tie_embeddings: the transposed token embedding makes the logits.
+    embed_scale: what token embeddings are multiplied by, rounded to `dtype`. None: nothing. Tied logits are made from
+      the embedding as it is stored.
     norm_eps: what the last norm adds to the mean square.
+    zero_centered_norm: the last norm's factor is 1 + scale.
+    logit_softcap: logits become cap * tanh(logits / cap). None: they stay.
     dtype: of the computation and of the residual stream. Logits are float32 at least.
     param_dtype: of the stored parameters outside the stack.
+    hf_config: the content of the `config.json` that the model was made from, kept for saving it again.
 
   Raises:
     TypeError, ValueError: on construction, for sizes that are not ints of at least 1, and where a segment has the
@@ -40,13 +45,21 @@ class LanguageModel(nn.Module):
   vocab: int
   embed: int
   tie_embeddings: bool = False
+  embed_scale: float | None = None
   norm_eps: float = 1e-6
+  zero_centered_norm: bool = False
+  logit_softcap: float | None = None
   dtype: DType = jnp.float32
   param_dtype: DType = jnp.float32
+  hf_config: Mapping[str, Any] | None = None
 
   def __post_init__(self):
     for argument in ("vocab", "embed"):
       require_count(f"LanguageModel: {argument}", getattr(self, argument))
+    for argument in ("embed_scale", "logit_softcap"):
+      value = getattr(self, argument)
+      if value is not None and not value > 0:
+        raise ValueError(f"LanguageModel: {argument} must be above 0 (None: without), not {value}")
     plan = getattr(self.stack, "plan", None)
     for segment in getattr(plan, "segments", () if plan is None else (plan,)):
       if segment.name in ("token_embed", "final_norm", "lm_head"):
@@ -59,7 +72,7 @@ class LanguageModel(nn.Module):
     init = nn.with_logical_partitioning(nn.initializers.normal(self.embed**-0.5), ("vocab", "embed"))
     self.token_embed = nn.Embed(self.vocab, self.embed, embedding_init=init, **dtypes)
     nn.share_scope(self, self.stack)
-    self.final_norm = RMSNorm(eps=self.norm_eps, **dtypes)
+    self.final_norm = RMSNorm(eps=self.norm_eps, zero_centered=self.zero_centered_norm, **dtypes)
     self.logits_dtype = jnp.promote_types(self.dtype, jnp.float32)
     if not self.tie_embeddings:
       self.lm_head = Projection((self.vocab,), ("embed", "vocab"), output_dtype=self.logits_dtype, **dtypes)
@@ -79,7 +92,10 @@ class LanguageModel(nn.Module):
     # Only what is given is handed on: layers without a mask, positions or a cache need not accept them.
     given = {"mask": mask, "positions": positions, "kv_cache": None if kv_cache is None else per_layer(kv_cache)}
     given = {name: value for name, value in given.items() if value is not None}
-    x = self.stack(self.token_embed(tokens), **given, deterministic=deterministic)
+    x = self.token_embed(tokens)
+    if self.embed_scale is not None:
+      x = x * jnp.asarray(self.embed_scale, x.dtype)
+    x = self.stack(x, **given, deterministic=deterministic)
     if kv_cache is not None:
       x, kv_cache = x
     x = self.final_norm(x)
@@ -88,4 +104,6 @@ class LanguageModel(nn.Module):
       logits = lax.dot_general(x, table, (((2,), (1,)), ((), ())), preferred_element_type=self.logits_dtype)
     else:
       logits = self.lm_head(x)
+    if self.logit_softcap is not None:
+      logits = self.logit_softcap * jnp.tanh(logits / self.logit_softcap)
     return logits if kv_cache is None else (logits, kv_cache)
