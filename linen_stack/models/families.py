@@ -1,11 +1,15 @@
-"""What a config can name: families of layers, and the language model around a config's stack."""
+"""What a config can name: families of layers, published families of models, and the language model around a stack."""
 from __future__ import annotations
 
+import functools
+import importlib
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
+from linen_stack.models.family import Family
 from linen_stack.models.language_model import LanguageModel
+from linen_stack.specs import nearest
 
 if TYPE_CHECKING:
   from linen_stack.config import StackConfig
@@ -14,6 +18,33 @@ if TYPE_CHECKING:
 FAMILIES: dict[str, str] = {
     "decoder": "linen_stack.models.decoder:DecoderLayer",
 }
+
+
+# Families of published models -> the `Family`, imported when a checkpoint asks for one.
+PUBLISHED: dict[str, str] = {
+    "llama": "linen_stack.models.llama:LLAMA",
+    "mistral": "linen_stack.models.llama:MISTRAL",
+    "qwen2": "linen_stack.models.llama:QWEN2",
+    "qwen3": "linen_stack.models.llama:QWEN3",
+}
+
+
+@functools.cache
+def published() -> tuple[Family, ...]:
+  """All families of published models."""
+  places = [place.split(":") for place in PUBLISHED.values()]
+  return tuple(getattr(importlib.import_module(module), name) for module, name in places)
+
+
+def family_of(model_type: str | None) -> Family:
+  """The family of a config's `model_type`. Raises ValueError, with those known, where there is none."""
+  known = {kind: family for family in published() for kind in family.model_types}
+  if model_type not in known:
+    problem = "has no model_type" if model_type is None else f"has the model_type {model_type!r}, of no family known here"
+    near = nearest(str(model_type), known)
+    known_types = "" if near.startswith("known") else f"; known: {', '.join(map(repr, known))}"
+    raise ValueError(f"the config {problem}; {near}{known_types}")
+  return known[model_type]
 
 
 def language_model(config: StackConfig) -> LanguageModel:

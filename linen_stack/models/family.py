@@ -88,6 +88,7 @@ class Family:
     tensors: all tensors of all kinds of layers. Those whose path is in a layer's tree are that layer's.
     config_of: of a `LanguageModel`, the config.json that describes it, without dtype. Raises ValueError, saying why, for a
       model that is not of this family.
+    defaults: what the published code takes for fields that a config leaves out.
     fixed: fields of a config with the values for which the layers are written; any other value is refused by name. A
       field that is missing or null passes.
     ignored: of a config, patterns (`re.fullmatch`) of tensors in published files that are no part of the model, with the
@@ -100,8 +101,70 @@ class Family:
   options: Callable[[Config], dict[str, Any]]
   tensors: tuple[Tensor, ...]
   config_of: Callable[[Any], dict[str, Any]]
+  defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   fixed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
   ignored: Callable[[Config], Mapping[str, str]] = lambda config: {}
+
+  def __post_init__(self):
+    paths = [tensor.path for tensor in self.tensors]
+    if twice := {path for path in paths if paths.count(path) > 1}:
+      raise ValueError(f"family {self.name}: two tensors for {', '.join(sorted(twice))}")
+
+
+# Tensors that most families name alike.
+OUTSIDE = (
+    Tensor("model.embed_tokens.weight", "token_embed/embedding"),
+    Tensor("model.norm.weight", "final_norm/scale"),
+    Tensor("lm_head.weight", "lm_head/kernel", linear()),
+)
+ATTENTION = tuple(
+    Tensor(f"model.layers.{{layer}}.self_attn.{theirs}", f"attention/{ours}", transform) for theirs, ours, transform in (
+        ("q_proj.weight", "query/kernel", linear()),
+        ("k_proj.weight", "key/kernel", linear()),
+        ("v_proj.weight", "value/kernel", linear()),
+        ("o_proj.weight", "out/kernel", linear(2)),
+        ("q_proj.bias", "query/bias", flat),
+        ("k_proj.bias", "key/bias", flat),
+        ("v_proj.bias", "value/bias", flat),
+        ("o_proj.bias", "out/bias", identity),
+        ("q_norm.weight", "query_norm/scale", identity),
+        ("k_norm.weight", "key_norm/scale", identity),
+    ))
+FEED_FORWARD = tuple(
+    Tensor(f"model.layers.{{layer}}.mlp.{theirs}", f"feed_forward/{ours}", transform) for theirs, ours, transform in (
+        ("gate_proj.weight", "wi_0/kernel", linear()),
+        ("up_proj.weight", "wi_1/kernel", linear()),
+        ("down_proj.weight", "wo/kernel", linear()),
+        ("gate_proj.bias", "wi_0/bias", identity),
+        ("up_proj.bias", "wi_1/bias", identity),
+        ("down_proj.bias", "wo/bias", identity),
+    ))
+
+
+def layer_modules(model: Any) -> list[Any]:
+  """The layers of a language model as modules, one per layer; equal specs share one."""
+  made: dict[LayerSpec, Any] = {}
+  for spec in model.stack.plan.layers:
+    if spec not in made:
+      made[spec] = spec.cls(**spec.kwargs)
+  return [made[spec] for spec in model.stack.plan.layers]
+
+
+def shared(objects: list[Any], *names: str) -> dict[str, Any]:
+  """The values of attributes that all of these have in common. Raises ValueError where they differ."""
+  values = {name: getattr(objects[0], name) for name in names}
+  for i, other in enumerate(objects):
+    for name, value in values.items():
+      if getattr(other, name) != value:
+        raise ValueError(f"layers 0 and {i} differ in {name}: {value!r} and {getattr(other, name)!r}")
+  return values
+
+
+def require(owner: str, actual: Mapping[str, Any], **expected: Any) -> None:
+  """Raises ValueError for the first value that is not the expected one."""
+  for name, value in expected.items():
+    if actual[name] != value:
+      raise ValueError(f"{owner} has {name}={actual[name]!r}, not {value!r}")
 
 
 def field(config: Config, name: str, kind: type | tuple[type, ...] = int, default: Any = None, required: bool = False) -> Any:
