@@ -21,6 +21,8 @@ CASES = {
     "cycle minimal": dict(plan="cycle", remat="minimal"),
     "cycle minimal_offloaded": dict(plan="cycle", remat="minimal_offloaded"),
     "cycle carry offloaded": dict(plan="cycle", remat="P(carry='offload')"),
+    "remainder full": dict(plan="remainder"),
+    "remainder carry offloaded": dict(plan="remainder", remat="P(carry='offload')"),
 }
 
 
@@ -45,7 +47,7 @@ def test_full_keeps_less_than_minimal_and_offload_moves_it_to_the_host(sizes, pl
 
 
 def test_carries_leave_the_device(sizes):
-  for name, layers in (("flat", 8), ("cycle", 16)):
+  for name, layers in (("flat", 8), ("cycle", 16), ("remainder", 14)):
     full, offloaded = sizes[f"{name} full"], sizes[f"{name} carry offloaded"]
     assert offloaded["host"] >= (layers - 1) * CARRY
     assert full["temp"] - offloaded["temp"] >= (layers - 2) * CARRY

@@ -58,6 +58,7 @@ PLANS = {
     "flat": ls.Plan.homogeneous(A, 8),
     "apart": ls.Plan.homogeneous(A, 8),
     "cycle": ls.Plan.cycle([A, A, A, B], 16),
+    "remainder": ls.Plan.cycle([A, A, A, B], 14),
 }
 
 if __name__ == "__main__":
