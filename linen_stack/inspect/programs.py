@@ -1,0 +1,241 @@
+"""Programs to be compiled elsewhere: a function, its arguments as shapes, and how both lie on a mesh that is only named."""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import math
+from typing import Any
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from linen_stack.inspect import flops
+from linen_stack.inspect.chips import Chip, Topology
+from linen_stack.inspect.watch import Watch, watching
+
+Rules = Sequence[tuple[str, Any]]
+# Fully sharded data parallelism: every device holds a part of each matrix and of the batch.
+FSDP = {"batch": "fsdp", "embed": "fsdp"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """A function of arrays on a mesh."""
+
+  fn: Callable[..., Any]
+  args: tuple[Any, ...]
+  """Trees of `jax.ShapeDtypeStruct`, each with its sharding."""
+  mesh: AbstractMesh
+  rules: Rules = ()
+  """Which mesh axis each logical axis goes over, for `nn.with_logical_constraint` in the function."""
+  out_shardings: Any = None
+  """A prefix of the result's tree; None: the compiler chooses."""
+  donate: tuple[int, ...] = ()
+  """Arguments whose memory the results may take."""
+
+  def trace(self) -> Any:
+    """The traced function, as `jax.jit(...).trace` gives it."""
+    options = {} if self.out_shardings is None else {"out_shardings": self.out_shardings}
+    with jax.sharding.use_abstract_mesh(self.mesh), nn.logical_axis_rules(self.rules):
+      return jax.jit(self.fn, donate_argnums=self.donate, **options).trace(*self.args)
+
+  def open_results(self, traced: Any) -> list[bool]:
+    """For each result, whether the compiler chooses where it lies."""
+    count = len(traced.jaxpr.out_avals)
+    if self.out_shardings is None:
+      return [True] * count
+    placed = jax.tree.broadcast(self.out_shardings, traced.out_info, is_leaf=lambda leaf: leaf is None)
+    return [leaf is None for leaf in jax.tree.leaves(placed, is_leaf=lambda leaf: leaf is None)]
+
+  def cost(self, traced: Any, chip: Chip) -> flops.Cost:
+    """What it costs, over all devices, dead code left out."""
+    return flops.program_cost(traced.jaxpr.jaxpr, chip=chip, devices=self.mesh.size)
+
+
+def as_mesh(mesh: Any, topology: Topology, axis: str = "fsdp") -> AbstractMesh:
+  """The mesh over all devices of a topology: None for one axis, a mapping from axis names to sizes, or a mesh.
+
+  Raises TypeError for what is no mesh, ValueError where the number of devices is another.
+  """
+  if mesh is None:
+    mesh = {axis: topology.num_devices}
+  if isinstance(mesh, Mesh):
+    mesh = mesh.abstract_mesh
+  if isinstance(mesh, Mapping):
+    for name, size in mesh.items():
+      if not isinstance(name, str) or isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise TypeError(f"mesh must map names of axes to sizes of at least 1, not {name!r} to {size!r}")
+    mesh = AbstractMesh(tuple(mesh.values()), tuple(mesh), axis_types=(AxisType.Auto,) * len(mesh))
+  if not isinstance(mesh, AbstractMesh):
+    raise TypeError(f"mesh must be a mapping from axis names to sizes or a jax.sharding mesh, not {mesh!r}")
+  if mesh.size != topology.num_devices:
+    sizes = ", ".join(f"{name}: {size}" for name, size in mesh.shape.items())
+    raise ValueError(f"mesh ({sizes}) has {mesh.size} devices, but {topology} has {topology.num_devices}")
+  return mesh
+
+
+def as_rules(rules: Any, mesh: AbstractMesh) -> Rules:
+  """Rules as flax takes them, from a mapping or pairs; None: `FSDP`, over all axes of the mesh.
+
+  Raises ValueError for a mesh axis that does not exist.
+  """
+  if rules is None:
+    rules = {name: mesh.axis_names for name in FSDP}
+  pairs = tuple(rules.items() if isinstance(rules, Mapping) else rules)
+  for logical, axes in pairs:
+    for axis in (axes,) if isinstance(axes, str) else axes or ():
+      if axis not in mesh.axis_names:
+        raise ValueError(f"rules: {logical!r} goes over {axis!r}, which is no axis of the mesh; "
+                         f"its axes are {', '.join(mesh.axis_names)}")
+  return tuple((logical, tuple(axes) if isinstance(axes, list) else axes) for logical, axes in pairs)
+
+
+def batch_spec(rules: Rules) -> PartitionSpec:
+  """How the rules spread a batch: over its leading axis."""
+  return PartitionSpec(dict(reversed(rules)).get("batch"))
+
+
+def placed(tree: Any, specs: Any, mesh: AbstractMesh, what: str, memory_kind: str | None = None) -> Any:
+  """The arrays of a tree as shapes with shardings.
+
+  Args:
+    specs: a prefix of the tree: `PartitionSpec`, a sharding, or None for whole copies on all devices. An array that has
+      a sharding over such a mesh keeps it where nothing is said.
+    what: for messages.
+
+  Raises ValueError where a dimension cannot be divided among the devices that a spec names, TypeError for no spec.
+  """
+  is_leaf = lambda leaf: leaf is None or isinstance(leaf, (PartitionSpec, NamedSharding))
+  specs = jax.tree.broadcast(specs, tree, is_leaf=is_leaf)
+  leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+  flat = jax.tree.leaves(specs, is_leaf=is_leaf)
+  return treedef.unflatten([_place(leaf, spec, mesh, f"{what}{jax.tree_util.keystr(path)}", memory_kind)
+                            for (path, leaf), spec in zip(leaves, flat)])
+
+
+def _place(leaf: Any, spec: Any, mesh: AbstractMesh, what: str, memory_kind: str | None) -> Any:
+  if not flops.is_array(leaf):
+    return leaf
+  if spec is None:
+    own = getattr(leaf, "sharding", None)
+    spec = own if isinstance(own, NamedSharding) and own.mesh.size == mesh.size else PartitionSpec()
+  if isinstance(spec, NamedSharding):
+    memory_kind = memory_kind or spec.memory_kind
+    spec = spec.spec
+  if not isinstance(spec, PartitionSpec):
+    raise TypeError(f"shardings: {what} needs a jax.sharding.PartitionSpec, not {spec!r}")
+  if len(spec) > len(leaf.shape):
+    raise ValueError(f"shardings: {what} of shape {list(leaf.shape)} has fewer dimensions than {spec}")
+  for dim, axes in enumerate(spec):
+    axes = (axes,) if isinstance(axes, str) else axes or ()
+    for axis in axes:
+      if axis not in mesh.axis_names:
+        raise ValueError(f"shardings: {what}: {axis!r} is no axis of the mesh; its axes are {', '.join(mesh.axis_names)}")
+    count = math.prod(mesh.shape[axis] for axis in axes)
+    if leaf.shape[dim] % count:
+      raise ValueError(f"{what} of shape {list(leaf.shape)}: dimension {dim} of {leaf.shape[dim]} does not divide among "
+                       f"{count} devices ({' x '.join(axes)}); take a multiple of {count}, or other rules")
+  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec, memory_kind=memory_kind))
+
+
+def variables_of(module: nn.Module, *args: Any, rngs: Any = None, **kwargs: Any) -> tuple[Any, Watch]:
+  """The variables of a module as shapes, boxed with their logical axes, and the stacks in it. Allocates nothing."""
+  with watching() as watch:
+    init = lambda arrays: module.init(rngs or {"params": jax.random.key(0), "dropout": jax.random.key(0)},
+                                      *arrays[0], **arrays[1])
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    arrays = [leaf for leaf in leaves if flops.is_array(leaf)]
+
+    def call(arrays):
+      values = iter(arrays)
+      return init(tree.unflatten([next(values) if flops.is_array(leaf) else leaf for leaf in leaves]))
+
+    boxed = jax.eval_shape(call, arrays)
+  return {name: tree for name, tree in boxed.items() if name not in ("losses", "intermediates")}, watch
+
+
+def place_variables(boxed: Any, watch: Watch, mesh: AbstractMesh, rules: Rules, what: str = "variables") -> Any:
+  """Unboxed variables with the shardings that rules make of their logical axes, where stacks keep them: device or host."""
+  logical = nn.get_partition_spec(boxed)
+  specs = nn.logical_to_mesh(logical, rules)
+  specs = jax.tree.map(lambda spec: PartitionSpec(*(None if axis is PartitionSpec.UNCONSTRAINED else axis
+                                                    for axis in spec)), specs,
+                       is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+  on_device = placed(nn.unbox(boxed), specs, mesh, what)
+  return jax.tree_util.tree_map_with_path(lambda path, leaf: _on_host(path, leaf, watch), on_device)
+
+
+def _on_host(path: Any, leaf: Any, watch: Watch) -> Any:
+  """The leaf, in host memory where its stack fetches it from there."""
+  keys = tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
+  for layer, index in watch.layers.items():
+    if keys[:1] != ("params",) or keys[1:1 + len(layer)] != layer:
+      continue
+    place = watch.places[index]
+    stack = watch.stacks[place.stack]
+    axes = len(place.segment.axes(place.run)) if stack.scan else 0
+    own = jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype)
+    if stack.offload_params is not False and stack.selects("/".join(keys[1 + len(layer):]), own):
+      sharding = NamedSharding(leaf.sharding.mesh, leaf.sharding.spec, memory_kind="pinned_host")
+      return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+  return leaf
+
+
+def shardings(tree: Any) -> Any:
+  """The shardings of a tree of placed arrays."""
+  return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+def gradients(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], mesh: AbstractMesh, rules: Rules,
+              specs: Any) -> Program:
+  """The loss and gradients of a module: of the mean square of its results, and of what it sows in `losses`.
+
+  Args:
+    args, kwargs: of its call, arrays as shapes.
+    specs: a prefix of (args, kwargs) as in `placed`. None: arrays whose leading axis is as long as that of the first
+      are spread over it as the rule for "batch" says.
+  """
+  boxed, watch = variables_of(module, *args, **kwargs)
+  variables = place_variables(boxed, watch, mesh, rules)
+  leaves, tree = jax.tree.flatten((args, dict(kwargs)))
+  if specs is None:
+    first = next((leaf for leaf in leaves if flops.is_array(leaf) and leaf.shape), None)
+    along = lambda leaf: flops.is_array(leaf) and leaf.shape[:1] == first.shape[:1]
+    specs = tree.unflatten([batch_spec(rules) if first is not None and along(leaf) else PartitionSpec() for leaf in leaves])
+  arrays = [leaf for leaf in jax.tree.leaves(placed((args, dict(kwargs)), specs, mesh, "args")) if flops.is_array(leaf)]
+
+  def loss(params, others, arrays):
+    values = iter(arrays)
+    args, kwargs = tree.unflatten([next(values) if flops.is_array(leaf) else leaf for leaf in leaves])
+    rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    out, changed = module.apply({"params": params, **others}, *args, rngs=rngs, mutable=[*others, "losses"], **kwargs)
+    squares = [jnp.mean(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(out)
+               if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    sown = [jnp.sum(leaf) for leaf in jax.tree.leaves(changed.pop("losses", {}))]
+    return sum(squares) + sum(sown), changed
+
+  def step(params, others, arrays):
+    return jax.value_and_grad(loss, has_aux=True)(params, others, arrays)
+
+  params = variables.pop("params")
+  return Program(step, (params, variables, arrays), mesh, rules, ((None, shardings(variables)), shardings(params)))
+
+
+def of_function(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], mesh: AbstractMesh, rules: Rules,
+                specs: Any, donate: tuple[int, ...]) -> Program:
+  """A function as it is. `specs`: a prefix of args, as in `placed`; `donate`: positions in args."""
+  for position in donate:
+    if isinstance(position, bool) or not isinstance(position, int) or not 0 <= position < len(args):
+      raise ValueError(f"donate_argnums: there is no argument {position!r}; {len(args)} were given")
+  leaves, tree = jax.tree.flatten((args, dict(kwargs)))
+  whole = (placed(args, specs, mesh, "args"), placed(dict(kwargs), None, mesh, "kwargs"))
+  arrays = lambda part: [leaf for leaf in jax.tree.leaves(part) if flops.is_array(leaf)]
+
+  def call(*parts):
+    values = iter([leaf for part in parts for leaf in part])
+    args, kwargs = tree.unflatten([next(values) if flops.is_array(leaf) else leaf for leaf in leaves])
+    return fn(*args, **kwargs)
+
+  return Program(call, (*(arrays(part) for part in whole[0]), arrays(whole[1])), mesh, rules, donate=donate)
