@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 # Family -> its layer class, imported when a config asks for it.
 FAMILIES: dict[str, str] = {
     "decoder": "linen_stack.models.decoder:DecoderLayer",
+    "gemma3": "linen_stack.models.gemma3:Gemma3Layer",
 }
 
 
@@ -26,6 +27,7 @@ PUBLISHED: dict[str, str] = {
     "mistral": "linen_stack.models.llama:MISTRAL",
     "qwen2": "linen_stack.models.llama:QWEN2",
     "qwen3": "linen_stack.models.llama:QWEN3",
+    "gemma3": "linen_stack.models.gemma3:GEMMA3",
 }
 
 

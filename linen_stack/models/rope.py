@@ -107,6 +107,8 @@ def from_config(config: Mapping[str, Any], layer_type: str | None = None, defaul
     TypeError, ValueError: as `frequencies`, and for entries that are missing or no mappings.
   """
   nested = config.get("rope_parameters")
+  if nested and config.get("rope_scaling"):
+    raise ValueError("rope_parameters and rope_scaling are both given; keep one of them")
   field, found = ("rope_scaling", config.get("rope_scaling")) if nested is None else ("rope_parameters", nested)
   found = {} if found is None else found
   if isinstance(found, Mapping) and found and all(isinstance(value, (Mapping, type(None))) for value in found.values()):
