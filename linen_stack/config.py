@@ -10,6 +10,8 @@
       remat: minimal
     train:                       # see TrainConfig
       steps: 500
+    mesh:                        # many devices, see MeshConfig
+      axes: {fsdp: -1}
 
 Reading is strict: an unknown key, a wrong type or a missing value raises with the key in full (`stack.remta`).
 """
@@ -26,7 +28,7 @@ from absl import logging
 
 from linen_stack import config_reader as reader
 from linen_stack import maxtext
-from linen_stack.config_sections import ModelConfig, SpecConfig, StackOptions, TrainConfig
+from linen_stack.config_sections import MeshConfig, ModelConfig, SpecConfig, StackOptions, TrainConfig
 from linen_stack.plan import Plan, Segment
 from linen_stack.specs import LayerSpec, nearest
 from linen_stack.policies import RematPolicy
@@ -48,6 +50,7 @@ class StackConfig:
   model: ModelConfig
   stack: StackOptions = dataclasses.field(default_factory=StackOptions)
   train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+  mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
 
   def __post_init__(self):
     _remat(self.stack.remat, "stack.remat")

@@ -139,6 +139,26 @@ class TrainConfig:
              f"train.final_learning_rate is a share of learning_rate, from 0 to 1, not {self.final_learning_rate}")
 
 
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+  """How a model lies on many devices, for the commands `memory` and `tune`: fully sharded, unless something else is said."""
+
+  axes: Mapping[str, int] = dataclasses.field(default_factory=lambda: {"fsdp": -1})
+  """Sizes of the mesh's axes; -1, for one of them: as many devices as are left."""
+  rules: Mapping[str, str | tuple[str, ...] | None] = dataclasses.field(
+      default_factory=lambda: {"batch": "fsdp", "embed": "fsdp"})
+  """Which axes of the mesh a logical axis of the parameters, or "batch", is split over."""
+
+  def __post_init__(self):
+    _require(bool(self.axes), "mesh.axes is empty; it needs at least one axis, such as {fsdp: -1}")
+    for name, size in self.axes.items():
+      _require(size >= 1 or size == -1, f"mesh.axes.{name} must be at least 1, or -1 for what is left, not {size}")
+    _require(list(self.axes.values()).count(-1) <= 1, "mesh.axes: only one axis can be -1")
+    for name, over in self.rules.items():
+      for axis in (over,) if isinstance(over, str) else over or ():
+        _require(axis in self.axes, f"mesh.rules.{name}: {axis!r} is no axis of mesh.axes; {nearest(axis, self.axes)}")
+
+
 def _stack_fields() -> list[tuple[str, Any, Any]]:
   hints = typing.get_type_hints(StackedDecoder)
   # `offload_params` may be a function, which a config names.
