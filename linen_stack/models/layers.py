@@ -166,6 +166,8 @@ class Attention(nn.Module):
   Args:
     qk_norm: RMS norm of each query and key head before the rotary embedding; zero_centered_norm: as in `RMSNorm`.
     rope_theta, rope_scaling: as in `rope.frequencies`; rope_theta None: no rotary embedding.
+    rope_fraction: which part of each head is rotated, from its start.
+    output_gate: the query projection is twice as wide, and the sigmoids of the second half of each head gate its context.
     scale: what query times key is multiplied by. None: 1 / sqrt(head_dim).
     qkv_bias, out_bias: a bias on the projections to query, key and value, and on the one of the output.
   """
@@ -178,6 +180,8 @@ class Attention(nn.Module):
   zero_centered_norm: bool = False
   rope_theta: float | None = 10000.0
   rope_scaling: Mapping[str, Any] | None = None
+  rope_fraction: float = 1.0
+  output_gate: bool = False
   scale: float | None = None
   qkv_bias: bool = False
   out_bias: bool = False
@@ -196,12 +200,15 @@ class Attention(nn.Module):
     """
     dtypes = dict(dtype=self.dtype, param_dtype=self.param_dtype)
 
-    def project(name: str, heads: int, axis: str) -> Array:
+    def project(name: str, heads: int, axis: str, width: int = self.head_dim) -> Array:
       axes = ("embed", axis, "head_dim")
-      y = Projection((heads, self.head_dim), axes, use_bias=self.qkv_bias, name=name, **dtypes)(x)
+      y = Projection((heads, width), axes, use_bias=self.qkv_bias, name=name, **dtypes)(x)
       return checkpoint_name(y, f"{name}_proj")
 
-    query = project("query", self.num_heads, "q_heads")
+    if self.output_gate:
+      query, gate = jnp.split(project("query", self.num_heads, "q_heads", 2 * self.head_dim), 2, axis=-1)
+    else:
+      query = project("query", self.num_heads, "q_heads")
     key = project("key", self.num_kv_heads, "kv_heads")
     value = project("value", self.num_kv_heads, "kv_heads")
     if kv_cache is not None:
@@ -211,7 +218,7 @@ class Attention(nn.Module):
       query, key = RMSNorm(name="query_norm", **norm)(query), RMSNorm(name="key_norm", **norm)(key)
     if self.rope_theta is not None:
       positions = token_positions(x, positions, kv_cache)
-      rates, factor = rope.frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
+      rates, factor = rope.frequencies(int(self.head_dim * self.rope_fraction), self.rope_theta, self.rope_scaling)
       query, key = (rope.rotate(y, positions, rates, scale=factor) for y in (query, key))
 
     if kv_cache is None:
@@ -219,6 +226,8 @@ class Attention(nn.Module):
     else:
       context, kv_cache = self._attend_cached(query, key, value, mask, kv_cache)
     context = checkpoint_name(context, "context")
+    if self.output_gate:
+      context *= nn.sigmoid(gate)
     out = Projection(x.shape[-1:], ("q_heads", "head_dim", "embed"), use_bias=self.out_bias, name="out",
                      **dtypes)(context)
     return checkpoint_name(out, "out_proj"), kv_cache
