@@ -88,8 +88,8 @@ class DeepseekLayer(nn.Module, kw_only=True):
     """x `[batch, seq, embed]` to x, or to (x, extended cache) where kv_cache is given.
 
     Args:
-      mask: boolean, broadcastable to `[batch, heads, seq, keys]`, True: attend. Narrows the causal mask. keys is seq, or
-        with a cache its length.
+      mask: boolean, broadcastable to `[batch, heads, seq, keys]`, True: attend. Narrows the causal mask. keys is seq,
+        or with a cache its length.
       positions: `[batch or 1, seq]`, for the rotary embedding. Default: 0, 1, ...; with a cache, from its index on.
       kv_cache: as `init_cache` gives, or this method returned it.
       deterministic: no dropout.

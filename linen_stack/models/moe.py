@@ -23,7 +23,8 @@ from linen_stack.specs import nearest
 
 Array = jax.Array
 
-SCORES = {"softmax": nn.softmax, "sigmoid": nn.sigmoid}
+# Router -> the logarithms of its scores. Shares of scores are made from these, so that no sum of scores can be zero.
+SCORES = {"softmax": nn.log_softmax, "sigmoid": nn.log_sigmoid}
 
 
 class Router(nn.Module):
@@ -49,8 +50,8 @@ class Router(nn.Module):
     wide = jnp.promote_types(x.dtype, jnp.float32)
     # Scores that lie close together decide which expert a token gets, so they are not left to a TPU's bfloat16 passes.
     logits = jnp.matmul(x.astype(wide), kernel.astype(wide), precision=lax.Precision.HIGHEST)
-    scores = SCORES[self.router](logits)  # [tokens, experts]
-    ranked = scores
+    log_scores = SCORES[self.router](logits)  # [tokens, experts]
+    ranked = jnp.exp(log_scores)
     if self.score_bias:
       zeros = nn.with_logical_partitioning(nn.initializers.zeros_init(), ("expert",))
       # In less than float32 the small steps by which this bias is balanced would be lost.
@@ -60,11 +61,10 @@ class Router(nn.Module):
     # Saved products of experts are in the order that this choice gave them. A backward pass that recomputed the choice,
     # and rounded two close scores the other way, would read them as other tokens' rows: so it can be saved as well.
     experts = checkpoint_name(lax.top_k(ranked, self.top_k)[1], "moe_routing")
-    weights = jnp.take_along_axis(scores, experts, axis=-1)
-    if self.normalize:
-      weights /= weights.sum(axis=-1, keepdims=True) + 1e-20
+    chosen = jnp.take_along_axis(log_scores, experts, axis=-1)
+    weights = nn.softmax(chosen) if self.normalize else jnp.exp(chosen)
     if not self.is_initializing():
-      self.sow("losses", "load_balance", self._load_balance(scores, experts))
+      self.sow("losses", "load_balance", self._load_balance(nn.softmax(log_scores), experts))
     return experts, weights * self.scale
 
   @nn.nowrap
@@ -77,15 +77,14 @@ class Router(nn.Module):
     return jnp.where(chosen[..., None], grouped, -jnp.inf).reshape(ranked.shape)
 
   @nn.nowrap
-  def _load_balance(self, scores: Array, experts: Array) -> Array:
-    """experts * sum over experts of (share of the choices * mean share of the scores)."""
+  def _load_balance(self, probabilities: Array, experts: Array) -> Array:
+    """experts * sum over experts of (share of all choices * mean share of a token's scores)."""
     share = jnp.bincount(experts.ravel(), length=self.num_experts) / experts.size
-    probability = (scores / (scores.sum(axis=-1, keepdims=True) + 1e-20)).mean(axis=0)
-    return self.num_experts * jnp.sum(share * probability)
+    return self.num_experts * jnp.sum(share * probabilities.mean(axis=0))
 
 
 class Experts(nn.Module):
-  """The experts' own maps of rows `[rows, embed]` that are sorted by expert; `sizes` `[experts]` says how many each has."""
+  """The experts' own maps of rows `[rows, embed]` sorted by expert; `sizes` `[experts]`: how many rows each has."""
 
   num_experts: int
   hidden: int
@@ -109,8 +108,8 @@ class Experts(nn.Module):
 class MoE(nn.Module):
   """The mixture of experts in place of a dense feed-forward part: `[..., embed]` to the same shape.
 
-  Variables: `router/kernel` `[embed, experts]`, `router/bias` `[experts]`, `experts/{wi_0, wi_1}` `[experts, embed,
-  hidden]`, `experts/wo` `[experts, hidden, embed]`, `shared/{wi_0, wi_1, wo}/kernel`, `shared_gate/kernel` `[embed, 1]`.
+  Variables: `router/kernel` `[embed, experts]`, `router/bias` `[experts]`; `experts/wi_0` and `experts/wi_1` `[experts,
+  embed, hidden]`, `experts/wo` `[experts, hidden, embed]`; `shared/...` as `SwiGLU`, `shared_gate/kernel` `[embed, 1]`.
 
   Where the collection `losses` is mutable, the router sows `load_balance` into it: a scalar, 1 where experts are used
   evenly, `num_experts` where one is used alone. `init` does not sow. `total_loss` adds up those of a model.
