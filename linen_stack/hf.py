@@ -206,19 +206,21 @@ def _describe(model: LanguageModel) -> tuple[Family, dict[str, Any]]:
   """The family of a model and its config.json. Raises ValueError, with the reasons, for a model of no published family."""
   if not isinstance(model, LanguageModel):
     raise TypeError(f"model must be a LanguageModel, not a {type(model).__name__}")
+  source = _thaw(model.hf_config)
+  # What the model was made from is kept, other fields and all, as long as it still describes the model.
+  if source is not None:
+    family = family_of(source["model_type"])
+    try:
+      if family.config_of(model) == family.config_of(model_from_config(source)):
+        return family, source
+    except ValueError:
+      pass  # it was made into something else
   reasons = []
   for family in published():
     try:
-      derived = family.config_of(model)
+      return family, family.config_of(model)
     except ValueError as error:
       reasons.append(f"{family.name}: {error}")
-      continue
-    if model.hf_config is not None and model.hf_config.get("model_type") in family.model_types:
-      source = _thaw(model.hf_config)
-      # What the model was made from is kept, other fields and all, as long as it still describes the model.
-      if family.config_of(model_from_config(source)) == derived:
-        return family, source
-    return family, derived
   raise ValueError("the model is of no published family:\n  " + "\n  ".join(reasons))
 
 
