@@ -9,4 +9,4 @@ from linen_stack.plan import Plan, Segment, split_at, split_cycle, split_prefix
 from linen_stack.specs import LayerSpec
 from linen_stack.policies import RematPolicy
 from linen_stack.stack import StackedDecoder
-from linen_stack import hf, inspect  # last: they read stacks
+from linen_stack import convert, hf, inspect  # last: they read stacks
