@@ -1,5 +1,5 @@
-"""The gated delta net of Qwen3-Next, in place of attention: projections, a short convolution, the gated delta rule and a
-gated norm. For decoding it keeps the state of the rule and the last few tokens that the convolution saw.
+"""The gated delta net of Qwen3-Next, in place of attention: projections, a short convolution, the gated delta rule and
+a gated norm. For decoding it keeps the state of the rule and the last few tokens that the convolution saw.
 """
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class GatedDeltaNet(nn.Module, kw_only=True):
 
   Variables: `qkvz/kernel` `[embed, key_heads, 2 key_dim + 2 group value_dim]`, for each key head its query, key, values
   and output gates; `ba/kernel` `[embed, key_heads, 2 group]`, for each key head the betas and decays; `conv`
-  `[conv_width, channels]`, first all queries, then all keys, then all values; `A_log`, `dt_bias` `[heads]`; `norm/scale`
-  `[value_dim]`; `out/kernel` `[heads, value_dim, embed]`.
+  `[conv_width, channels]`, first all queries, then all keys, then all values; `A_log`, `dt_bias` `[heads]`;
+  `norm/scale` `[value_dim]`; `out/kernel` `[heads, value_dim, embed]`.
 
   Args:
     key_heads: heads of queries and keys.

@@ -1,7 +1,7 @@
 """The gated delta rule: linear attention with a state of fixed size instead of the keys and values of all tokens.
 
-Each head keeps a matrix S `[key_dim, value_dim]` that maps keys to values. A token lets it decay, corrects what it holds
-for the token's key by the share beta of the error, and reads it with the query (Yang et al. 2024, arXiv:2412.06464):
+Each head keeps a matrix S `[key_dim, value_dim]` that maps keys to values. A token lets it decay, corrects what it
+holds for the token's key by the share beta of the error, and reads it with the query (Yang et al., arXiv:2412.06464):
 
     S_t = a_t S_(t-1) + k_t d_t^T        d_t = beta_t (v_t - a_t S_(t-1)^T k_t)        o_t = S_t^T q_t
 
@@ -88,7 +88,7 @@ def chunked_delta_rule(query: Array, key: Array, value: Array, log_decay: Array,
   value, log_decay, beta = (jnp.moveaxis(x, 4, 3) for x in (value, log_decay, beta))
 
   earlier = jnp.tril(jnp.ones((chunk, chunk), bool), -1)
-  # The decay from one token to a later one is a sum of its own, of numbers not above 0: its exponential cannot overflow.
+  # The decay from one token to a later one has a sum of its own, of numbers not above 0: nothing can overflow.
   # Differences of one running sum would be cheaper, but after a strong decay they have lost the weak ones.
   between = jnp.tril(jnp.exp(jnp.cumsum(jnp.where(earlier, log_decay[..., None], 0), axis=-2)))
   from_start = jnp.exp(jnp.cumsum(log_decay, axis=-1))[..., None]
@@ -136,8 +136,8 @@ def _unit_lower_inverse(strict: Array) -> Array:
   """The inverse of I + strict, for strictly lower triangles `[..., n, n]`, n a power of 2.
 
   Puts inverses of blocks on the diagonal together, two by two: [[A, 0], [C, B]] has the inverse [[a, 0], [-b C a, b]].
-  These are a few batched products, where a triangular solve goes row by row. (The product of I + strict^2, I + strict^4,
-  ... would be as short, but where keys repeat those powers outgrow float32.)
+  These are a few batched products, where a triangular solve goes row by row. (The product of I - strict, I + strict^2,
+  I + strict^4, ... would be as short, but where keys repeat those powers outgrow float32.)
   """
   lead, size, width = strict.shape[:-2], strict.shape[-1], 1
   inverse = jnp.ones((*lead, size, 1, 1), strict.dtype)  # [..., blocks, width, width]

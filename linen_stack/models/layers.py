@@ -167,7 +167,7 @@ class Attention(nn.Module):
     qk_norm: RMS norm of each query and key head before the rotary embedding; zero_centered_norm: as in `RMSNorm`.
     rope_theta, rope_scaling: as in `rope.frequencies`; rope_theta None: no rotary embedding.
     rope_fraction: which part of each head is rotated, from its start.
-    output_gate: the query projection is twice as wide, and the sigmoids of the second half of each head gate its context.
+    output_gate: the query projection is twice as wide, and sigmoids of the second half of each head gate its context.
     scale: what query times key is multiplied by. None: 1 / sqrt(head_dim).
     qkv_bias, out_bias: a bias on the projections to query, key and value, and on the one of the output.
   """
