@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 FAMILIES: dict[str, str] = {
     "decoder": "linen_stack.models.decoder:DecoderLayer",
     "gemma3": "linen_stack.models.gemma3:Gemma3Layer",
+    "deepseek": "linen_stack.models.deepseek:DeepseekLayer",
+    "qwen3_next": "linen_stack.models.qwen3_next:Qwen3NextLayer",
 }
 
 
@@ -28,6 +30,7 @@ PUBLISHED: dict[str, str] = {
     "qwen2": "linen_stack.models.llama:QWEN2",
     "qwen3": "linen_stack.models.llama:QWEN3",
     "gemma3": "linen_stack.models.gemma3:GEMMA3",
+    "deepseek_v3": "linen_stack.models.deepseek:DEEPSEEK_V3",
 }
 
 
