@@ -9,8 +9,8 @@ knows the layers and what their tensors are called; the plan says where each ten
 tensor lands in one place, bit for bit, and whatever is missing, too much or of another shape is an error.
 
 Tensors of published files that are no part of the model are left out by name, never by accident: rotary frequencies, which
-follow from the config; an output projection that equals the embedding it is tied to; and what a family lists as `ignored`.
-They are not written back.
+follow from the config; an output projection that equals the embedding it is tied to; what a family lists as `ignored`; and
+of a model for more than text, all but its text model. They are not written back.
 """
 from __future__ import annotations
 
@@ -93,15 +93,16 @@ def open_checkpoint(folder: str | os.PathLike[str], *, dtype: DType = None, para
                     **stack: Any) -> Checkpoint:
   """What `load_model` loads, checked and not yet read. Arguments and errors are those of `load_model`."""
   config = read_config(folder)
-  family = family_of(config.get("model_type"))
-  tensors = Folder(folder)
+  family, text, prefix = _text_model(config)
+  tensors = Folder(folder, prefix)
   usual = Counter()
   for entry in tensors.entries.values():
     usual[entry.dtype] += math.prod(entry.shape)
   model = model_from_config(config, dtype=dtype, param_dtype=param_dtype or usual.most_common(1)[0][0], **stack)
   leaves = leaves_of(model, family)
-  ignored = _ignored(tensors, family, config, model)
+  ignored = _ignored(tensors, family, text, model)
   check_tensors(tensors.entries, leaves, family, ignored, model.stack.plan.num_layers, str(folder))
+  ignored |= dict.fromkeys(tensors.others, f"no part of the {family.name} text model")
   if ignored:
     logging.info("%s: %d tensors are no part of the model: %s", folder, len(ignored),
                  "; ".join(f"{name} ({reason})" for name, reason in list(ignored.items())[:SHOWN]))
@@ -133,22 +134,23 @@ def model_from_config(config: Config, *, dtype: DType = None, param_dtype: DType
   """The model that a `config.json` describes, without parameters.
 
   Args:
-    config: the content of `config.json`.
+    config: the content of `config.json`. Of a model for more than text, its text model is made.
     dtype: of the computation. Default: that of the parameters.
     param_dtype: of the parameters. Default: the config's `dtype` or `torch_dtype`, or float32.
     **stack: options of `StackedDecoder`.
 
   Raises TypeError or ValueError for a family that is not known, and for fields that its layers cannot follow.
   """
-  family = family_of(config.get("model_type"))
-  if config.get("quantization_config"):
+  family, text, _ = _text_model(config)
+  if config.get("quantization_config") or text.get("quantization_config"):
     raise ValueError("quantization_config: quantised checkpoints are not read; use the unquantised one")
-  full = {**family.defaults, **config}
+  full = {**family.defaults, **text}
   for name, values in family.fixed.items():
     if full.get(name) is not None and full[name] not in values:
-      raise ValueError(f"{name} is {full[name]!r}, which {family.name} layers do not have here; "
-                       f"what they have: {', '.join(map(repr, values))}")
-  param_dtype = _dtype("param_dtype", param_dtype or config.get("dtype") or config.get("torch_dtype") or "float32")
+      raise ValueError(f"{name} is {full[name]!r}, which the {family.name} layers here cannot follow; it can be "
+                       f"{' or '.join(map(repr, values)) or 'null'}")
+  said = [fields.get(name) for fields in (text, config) for name in ("dtype", "torch_dtype")]
+  param_dtype = _dtype("param_dtype", param_dtype or next(filter(None, said), "float32"))
   dtype = _dtype("dtype", dtype or param_dtype)
   layer = family.layer(full)
 
@@ -158,7 +160,21 @@ def model_from_config(config: Config, *, dtype: DType = None, param_dtype: DType
 
   plan = plan_from_hf_config(full, spec)
   return LanguageModel(stack=StackedDecoder(plan, **stack), **family.options(full), dtype=dtype, param_dtype=param_dtype,
-                       hf_config=dict(config))
+                       hf_config=dict(text))
+
+
+def _text_model(config: Config) -> tuple[Family, Config, str]:
+  """The family of a config's text model, that model's own config, and the prefix of its tensors."""
+  text, model_type = config.get("text_config"), config.get("model_type")
+  if text is None:
+    return family_of(model_type), config, ""
+  if not isinstance(text, Mapping):
+    raise TypeError(f"text_config must be a dict, not {text!r}")
+  family = family_of(text.get("model_type"))
+  if model_type not in family.within:
+    raise ValueError(f"a {family.name} model inside one of model_type {model_type!r} is not known here; "
+                     f"known: {', '.join(map(repr, family.within)) or 'none'}")
+  return family, text, family.within[model_type]
 
 
 def mapping(model: LanguageModel) -> dict[str, Leaf]:
@@ -211,8 +227,9 @@ def _describe(model: LanguageModel) -> tuple[Family, dict[str, Any]]:
   if source is not None:
     family = family_of(source["model_type"])
     try:
-      if family.config_of(model) == family.config_of(model_from_config(source)):
-        return family, source
+      derived = family.config_of(model)
+      if derived == family.config_of(model_from_config(source)):
+        return family, {"architectures": derived["architectures"], **source}
     except ValueError:
       pass  # it was made into something else
   reasons = []

@@ -40,14 +40,18 @@ class Entry(NamedTuple):
 class Folder:
   """The tensors of a folder: `entries` by name, their values by `read`.
 
+  Args:
+    path: the folder.
+    prefix: of the tensors that are meant. It is left out of their names; `others` has the names of those without it.
+
   Raises:
     ImportError: without the safetensors package.
     FileNotFoundError: for a folder without safetensors files, or one that lacks files of its index.
     ValueError: for a file that is cut short or none of this kind, and an index that does not fit its files.
   """
 
-  def __init__(self, path: str | os.PathLike[str]):
-    self.path = Path(path)
+  def __init__(self, path: str | os.PathLike[str], prefix: str = ""):
+    self.path, self.prefix = Path(path), prefix
     single, index = self.path / SINGLE, self.path / INDEX
     self.entries: dict[str, Entry] = {}
     if single.exists():
@@ -58,6 +62,8 @@ class Folder:
       others = sorted(p.name for p in self.path.glob("*.*") if p.suffix in (".safetensors", ".bin", ".pth", ".gguf"))
       found = f"; found {', '.join(others[:10])}" if others else ""
       raise FileNotFoundError(f"{self.path} has neither {SINGLE} nor {INDEX}{found}")
+    self.others = [name for name in self.entries if not name.startswith(prefix)]
+    self.entries = {name.removeprefix(prefix): entry for name, entry in self.entries.items() if name.startswith(prefix)}
 
   def _read_index(self, index: Path) -> None:
     try:
@@ -84,7 +90,7 @@ class Folder:
                        f"these are: {', '.join(_DTYPES)}")
     # Opened anew each time: the pages of a file that stays mapped count as this process's memory.
     with _open(entry.file) as file:
-      return file.get_tensor(name)
+      return file.get_tensor(self.prefix + name)
 
 
 def _open(path: Path) -> Any:

@@ -93,6 +93,7 @@ class Family:
       field that is missing or null passes.
     ignored: of a config, patterns (`re.fullmatch`) of tensors in published files that are no part of the model, with the
       reason.
+    within: model types for more than text whose `text_config` is this family, with the prefix of its tensors there.
   """
 
   name: str
@@ -104,6 +105,7 @@ class Family:
   defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   fixed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
   ignored: Callable[[Config], Mapping[str, str]] = lambda config: {}
+  within: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
     paths = [tensor.path for tensor in self.tensors]

@@ -201,4 +201,5 @@ GEMMA3 = Family(
     defaults=dict(vocab_size=262_208, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26, num_attention_heads=8,
                   num_key_value_heads=4, head_dim=256, sliding_window=4096, max_position_embeddings=131_072),
     fixed={"hidden_activation": ("gelu_pytorch_tanh",), "attention_dropout": (0,), "attn_logit_softcapping": (),
-           "use_bidirectional_attention": (False,)})
+           "use_bidirectional_attention": (False,)},
+    within={"gemma3": "language_model."})

@@ -1,0 +1,69 @@
+"""Makes the checkpoints of this folder: small random models, with logits and greedy tokens of the reference implementation.
+
+Needs torch and transformers 5, which nothing else here does: python make.py FOLDER
+"""
+import pathlib
+import sys
+
+import numpy as np
+import torch
+from transformers import (
+    AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig, LlamaConfig, MistralConfig,
+    Qwen2Config, Qwen3Config)
+
+SIZES = dict(vocab_size=32, hidden_size=16, intermediate_size=12, num_hidden_layers=3, num_attention_heads=4,
+             num_key_value_heads=2, max_position_embeddings=512)
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+
+
+def make(name, config, cls=None, seq=20, prompt=8, new=12, **options):
+  """Writes the folder `name`: weights wide enough that logits and tokens depend on every one of them."""
+  torch.manual_seed(len(name))
+  config._attn_implementation = "eager"
+  model = (cls(config) if cls else AutoModelForCausalLM.from_config(config)).eval().float()
+  with torch.no_grad():
+    for key, weight in model.named_parameters():
+      if weight.ndim == 1:
+        weight.add_(torch.randn_like(weight) * 0.1)
+      else:
+        weight.copy_(torch.randn_like(weight) * (0.5 if "embed" in key else 1.5 / weight.shape[-1] ** 0.5))
+    folder = pathlib.Path(sys.argv[1]) / name
+    model.save_pretrained(folder, **options)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    ids = torch.randint(3, SIZES["vocab_size"], (2, seq))
+    logits = model(input_ids=ids).logits
+    tokens = ids[:1, :prompt]
+    for _ in range(new):  # without a cache
+      tokens = torch.cat([tokens, model(input_ids=tokens).logits[:, -1:].argmax(-1)], 1)
+  np.savez_compressed(folder / "expected.npz", input_ids=ids, logits=logits.numpy(), greedy_prompt=ids[:1, :prompt],
+                      greedy_tokens=tokens)
+
+
+# Biases, tied embeddings, heads that are not embed / num_heads wide, the rotary scaling of Llama 3.
+make("llama_biases", LlamaConfig(
+    **{**SIZES, "num_hidden_layers": 2}, head_dim=10, attention_bias=True, mlp_bias=True, tie_word_embeddings=True,
+    rms_norm_eps=1e-5, rope_parameters=dict(rope_type="llama3", rope_theta=5000.0, factor=8.0, low_freq_factor=1.0,
+                                            high_freq_factor=4.0, original_max_position_embeddings=32)))
+# One layer, as many key heads as query heads, YaRN, several files.
+make("llama_shards", LlamaConfig(
+    **{**SIZES, "num_hidden_layers": 1, "num_key_value_heads": 4},
+    rope_parameters=dict(rope_type="yarn", factor=4.0, rope_theta=1e4, original_max_position_embeddings=128)),
+     max_shard_size="3KB")
+make("mistral", MistralConfig(**{**SIZES, "num_hidden_layers": 2}, sliding_window=6, head_dim=8))
+make("qwen2", Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=5, max_window_layers=1, tie_word_embeddings=True))
+make("qwen3_windows", Qwen3Config(
+    **{**SIZES, "num_hidden_layers": 5}, head_dim=8, use_sliding_window=True, sliding_window=5, attention_bias=True,
+    layer_types=[LOCAL, GLOBAL] * 2 + [LOCAL]))
+# A cycle of four that starts after one layer and ends in its middle; global layers with a rotary scaling.
+make("gemma3_scaled", Gemma3TextConfig(
+    **{**SIZES, "num_hidden_layers": 11}, head_dim=6, sliding_window=6, query_pre_attn_scalar=20, attention_bias=True,
+    layer_types=[GLOBAL] + ([LOCAL] * 3 + [GLOBAL]) * 2 + [LOCAL] * 2, final_logit_softcapping=10.0,
+    tie_word_embeddings=False, rope_parameters={GLOBAL: dict(rope_type="linear", factor=8.0, rope_theta=1e6),
+                                                LOCAL: dict(rope_type="default", rope_theta=1e4)}))
+# The text model inside one for text and images.
+make("gemma3_images", Gemma3Config(
+    text_config=dict(**{**SIZES, "num_hidden_layers": 2, "num_key_value_heads": 1}, head_dim=8, sliding_window=5,
+                     layer_types=[LOCAL, GLOBAL]),
+    vision_config=dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=8,
+                       patch_size=4, vision_use_head=False),
+    mm_tokens_per_image=4, image_token_index=31, boi_token_index=30, eoi_token_index=29), Gemma3ForConditionalGeneration)
