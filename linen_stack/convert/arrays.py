@@ -115,9 +115,10 @@ def _assemble(rows: Sequence[Row], axes: tuple[tuple[str, int], ...], dims: tupl
   """The leaf with these stacked axes whose layers, in order, are `rows`."""
   sizes = tuple(size for _, size in axes)
   first = rows[0].stored
-  if _is_whole(rows) and (first.sizes, first.dims) == (sizes, dims):
-    return first.value
   values = [row.stored.value for row in rows]
+  is_array = isinstance(first.value, (np.ndarray, jax.Array)) or is_abstract(first.value)
+  if is_array and _is_whole(rows) and (first.sizes, first.dims) == (sizes, dims):
+    return first.value
   sharding = _sharding(first, sizes, dims)
   if is_abstract(first.value):
     front = (*sizes, *first.own_shape)
@@ -181,18 +182,17 @@ def _in_host_memory(value: Any) -> bool:
 
 
 def _on_devices(rows: Sequence[Row], sizes: tuple[int, ...], dims: tuple[int, ...], sharding: Any) -> jax.Array:
-  sources = list({id(row.stored.value): row.stored for row in rows}.values())
-  slots = {id(stored.value): slot for slot, stored in enumerate(sources)}
-  wanted: list[list[int]] = [[] for _ in sources]
+  sources = list({id(row.stored): row.stored for row in rows}.values())
+  slots = {id(stored): slot for slot, stored in enumerate(sources)}
+  wanted: list[list[tuple[int, ...]]] = [[] for _ in sources]
   for row in rows:
-    at = np.ravel_multi_index(row.at, row.stored.sizes) if row.at else 0
-    wanted[slots[id(row.stored.value)]].append(int(at))
-  takes = tuple(None if want == list(range(math.prod(stored.sizes))) else np.array(want, np.int32)
+    wanted[slots[id(row.stored)]].append(row.at)
+  takes = tuple(None if want == list(np.ndindex(*stored.sizes)) else tuple(np.array(want, np.int32).T)
                 for want, stored in zip(wanted, sources))
   # The pieces stand source by source; where the rows alternate between sources they are put in order once more.
   starts, order = np.cumsum([0, *map(len, wanted)]), []
   for row in rows:
-    slot = slots[id(row.stored.value)]
+    slot = slots[id(row.stored)]
     order.append(int(starts[slot]))
     starts[slot] += 1
   order = None if order == list(range(len(rows))) else np.array(order, np.int32)
@@ -228,8 +228,8 @@ def _gather(shapes: Any, sizes: tuple[int, ...], dims: tuple[int, ...], as_bits:
   for value, take, (of, stored_dims) in zip(values, takes, shapes):
     value = jax.lax.bitcast_convert_type(value, bits) if as_bits else jnp.asarray(value)
     front = _to_front(value, Stored(value, of, stored_dims))
-    flat = front.reshape(-1, *front.shape[len(of):])
-    pieces.append(flat if take is None else flat.at[take].get(mode="promise_in_bounds"))
+    pieces.append(front.reshape(-1, *front.shape[len(of):]) if take is None else
+                  front.at[take].get(mode="promise_in_bounds"))
   rows = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
   rows = rows if order is None else rows.at[order].get(mode="promise_in_bounds")
   out = rows.reshape(*sizes, *rows.shape[1:]).transpose(dims)
@@ -249,8 +249,8 @@ def _rewrapped(value: Any, mesh: jax.sharding.Mesh) -> Any:
 
 
 def _sharding(stored: Stored, sizes: tuple[int, ...], dims: tuple[int, ...]) -> Any:
-  """The sharding of a converted leaf. A layer's own axes keep theirs; of the stacked axes the outermost keeps its own, if it
-  divides the new size. None: there is none to keep."""
+  """The sharding of a converted leaf, or None where there is none to keep. A layer's own axes keep theirs; what the layers
+  were spread over, they are spread over still, along the outermost axis whose size allows it."""
   if isinstance(stored.value, jax.core.Tracer):
     return None
   sharding = getattr(stored.value, "sharding", None)
@@ -258,8 +258,10 @@ def _sharding(stored: Stored, sizes: tuple[int, ...], dims: tuple[int, ...]) -> 
     return sharding if isinstance(sharding, SingleDeviceSharding) else None
   parts = dict(zip(stored.dims, [*sharding.spec, *[None] * (len(stored.dims) - len(sharding.spec))]))
   front = [None] * len(sizes) + [parts[dim] for dim in range(len(stored.sizes), len(stored.dims))]
-  if sizes and stored.sizes and parts[0] is not None:
-    names = parts[0] if isinstance(parts[0], tuple) else (parts[0],)
-    if sizes[0] % math.prod(sharding.mesh.shape[name] for name in names) == 0:
-      front[0] = parts[0]
+  of_layers = next((parts[k] for k in range(len(stored.sizes)) if parts[k] is not None), None)
+  if of_layers is not None:
+    names = of_layers if isinstance(of_layers, tuple) else (of_layers,)
+    devices = math.prod(sharding.mesh.shape[name] for name in names)
+    k = next((k for k, size in enumerate(sizes) if size % devices == 0), None)
+    front[:len(sizes)] = [of_layers if i == k else None for i in range(len(sizes))]
   return NamedSharding(sharding.mesh, PartitionSpec(*[front[dim] for dim in dims]), memory_kind=sharding.memory_kind)

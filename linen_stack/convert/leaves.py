@@ -75,7 +75,7 @@ def take(subtree: Any, place: Place, axis: int, shared: Shared, where: str, prob
   columns = []
   for keys, leaf in leaves:
     own = jax.tree_util.keystr(keys, simple=True, separator="/")
-    columns.append(_column(leaf, place, axis, shared(own, value(leaf)), f"{where}/{own}".rstrip("/"), problems))
+    columns.append(_column(leaf, place, axis, shared(own, value(leaf)), "/".join(filter(None, [where, own])), problems))
   return [Tree(structure, parts) for parts in zip(*columns)]
 
 
@@ -97,7 +97,7 @@ def _column(leaf: Any, place: Place, axis: int, shared: bool, path: str, problem
   at = positions(axis, len(sizes), rank) if rank >= 0 else ()
   if rank < 0 or any(array.shape[k] != size for k, size in zip(at, sizes)):
     expected = " and ".join(f"{size} ({name}) on axis {k}" for k, (name, size) in zip(at, place.axes)) or \
-        f"at least {len(sizes)} axes, for {' and '.join(f'{name}:{size}' for name, size in place.axes)}"
+        f"it to be stacked, [{', '.join(f'{name}: {size}' for name, size in place.axes)}, ...]"
     problems.append(f"{path}: shape {tuple(array.shape)}, expected {expected}")
     return [Part(path, None, array)] * count
   stored = arrays.Stored(array, sizes, order(axis, len(sizes), rank))
@@ -112,7 +112,11 @@ def _unnamed(box: Any, place: Place, axis: int, rank: int, path: str, problems: 
     if names is not None and (len(names) <= at or names[at] != name):
       problems.append(f"{path}: axis {at} should be named {name!r} in the partition metadata, found {names}")
       return box
-    box = box.remove_axis(at, {nn.PARTITION_NAME: name})
+    try:
+      box = box.remove_axis(at, {nn.PARTITION_NAME: name})
+    except (AssertionError, ValueError) as error:
+      problems.append(f"{path}: {type(box).__name__} has no axis {name!r} at {at} to take out: {error}")
+      return box
   return box
 
 

@@ -24,6 +24,8 @@ from linen_stack.specs import nearest
 from linen_stack.stacked import is_box, stacked_axis, value
 
 SHOWN = 10
+# The collections of Flax and of this library, whose names say that they are no params.
+_COLLECTIONS = ("batch_stats", "cache", "intermediates", "losses", "perturbations")
 # The fields of optax's factored second moments (Adafactor). A moment that is not kept is a single zero, whatever the params.
 _FACTORED = ("v_row", "v_col", "v")
 
@@ -97,8 +99,15 @@ class Found:
 
 
 def find(tree: Any, layout: Layout, options: Options) -> Found:
-  """The sites of a tree. Raises ValueError where it has none, and yet something that could be layers."""
+  """The sites of a tree. Raises ValueError where it has none, and yet something that could be layers, and where it cannot be
+  known whether a site is one of params."""
   found = _find(tree, layout, options)
+  if layout.param_axis != 0 and not any(site.is_params for site in found.sites):
+    for site in found.sites:
+      key = next((key for key in _keys_above(site.keys) if key not in options.within), None)
+      if key not in _COLLECTIONS and key not in options.collection_axes:
+        raise ValueError(f"is {key!r} a collection or a module with params? For a collection, pass collection_axes={{{key!r}: "
+                         f"its axis}}; for params, pass {{'params': the tree}}, or within={key!r} where it is the module")
   if not found.sites and any(len(getattr(value(leaf), "shape", ())) for leaf in found.items):
     raise ValueError(_nothing_found(tree, layout, options))
   return found
@@ -142,7 +151,8 @@ def _holds_layers(node: Any, layout: Layout) -> bool:
   if not isinstance(node, Mapping):
     return False
   of_layers = [node[key] for key in layout.roots if key in node]
-  return any(isinstance(entry, Mapping) or leaves.is_leaf(entry) or hasattr(entry, "shape") for entry in of_layers)
+  return any(isinstance(entry, Mapping) or type(entry) in (list, tuple) or leaves.is_leaf(entry) or hasattr(entry, "shape")
+             for entry in of_layers)
 
 
 def _shapes(tree: Any) -> dict[str, Any]:
@@ -175,9 +185,7 @@ def _take(site: Site, all_sites: Sequence[Site], layout: Layout, options: Option
       own = leaves.take(subtree, place, axis, shared_in(site, all_sites, place, options), where, problems)
       for i, tree in zip(place.layers.flat, own):
         trees[i] = tree
-      if site.moment and axis not in (0, -1) and place.axes and any(part.row for part in own[0].parts):
-        problems.append(f"{where}: factored moments do not follow the params to axis {axis}; convert such a state at param "
-                        "axis 0 or -1, or begin a new one")
+      _check_moment(site, own, place, axis, problems)
   strange = [site.at([key]) for key in site.holder if layout.unknown(key)]
   strange += [site.at([segment.name, key]) for segment in layout.plan if layout.scan and segment.is_cycle
               for key in _strange_runs(site.holder.get(segment.name), segment, site.is_params)]
@@ -189,6 +197,14 @@ def _take(site: Site, all_sites: Sequence[Site], layout: Layout, options: Option
     if site.is_params or (params and beside):
       problems += missing
   return trees
+
+
+def _check_moment(site: Site, own: Sequence[leaves.Tree], place: Place, axis: int, problems: list[str]) -> None:
+  """Rows and columns of a param are leaves of a lower rank: where the layers' axis goes in them depends on the param's shape,
+  unless it is the first or the last."""
+  if site.moment and axis not in (0, -1) and place.axes and any(part.row for part in own[0].parts):
+    problems.append(f"{site.at(place.path)}: factored moments do not follow the params to axis {axis}; convert such a state at "
+                    "param axis 0 or -1, or begin a new one")
 
 
 MISSING = object()
@@ -248,13 +264,13 @@ def rest(site: Site, layout: Layout) -> Mapping[str, Any]:
   return like(site.holder, kept)
 
 
-def put(beside: Mapping[str, Any], trees: Sequence[leaves.Tree], layout: Layout, axis: int, lazy: bool, where: str,
+def put(site: Site, beside: Mapping[str, Any], trees: Sequence[leaves.Tree], layout: Layout, lazy: bool,
         problems: list[str]) -> Mapping[str, Any]:
-  """The inverse of `_take`: a mapping with the layers, and with what else is in the site."""
+  """The inverse of `_take`: the mapping of a site, with the layers and with what stands beside them."""
   out = {key: dict(entry) if key in layout.roots and isinstance(entry, Mapping) else entry for key, entry in beside.items()}
   for key in out:
     if key in layout.roots and not (layout.scan and layout.plan[key].is_cycle):
-      problems.append(f"{'/'.join(filter(None, [where, key]))}: stands where the plan puts layers, and is none of them")
+      problems.append(f"{site.at([key])}: stands where the plan puts layers, and is none of them")
       return out
   for segment in layout.plan:
     places = [place for place in layout.places if place.segment == segment.name]
@@ -265,11 +281,12 @@ def put(beside: Mapping[str, Any], trees: Sequence[leaves.Tree], layout: Layout,
     for place, own in zip(places, of_places):
       if all(tree.is_absent for tree in own):
         continue
+      _check_moment(site, own, place, site.axis_in(layout), problems)
       *above, last = place.path
       holder = out
       for key in above:
         holder = holder.setdefault(key, {})
-      holder[last] = leaves.put(own, place, axis, lazy, problems)
+      holder[last] = leaves.put(own, place, site.axis_in(layout), lazy, problems)
   for segment in layout.plan:
     if isinstance(out.get(segment.name), dict) and segment.is_cycle:
       out[segment.name] = like(beside, out[segment.name])
@@ -324,6 +341,9 @@ def _counts(site: Site, layout: Layout) -> str:
     if segment.is_cycle and isinstance(tree, Mapping) and not {*known} & {*tree}:
       stacked = f"one stack of {shapes[0][0]} layers" if shapes and len({shape[0] for shape in shapes}) == 1 else "other keys"
       return f"{segment.name!r} holds {stacked}, not the runs {', '.join(known)} of a cycle: they were made for another plan"
+    if isinstance(tree, Mapping) and all(key.isdecimal() for key in tree) and len(tree) == segment.num_layers:
+      return (f"{segment.name!r} has one tree for each of {len(tree)} layers, under '0', '1', ...: pass the list of them to "
+              "convert.stack")
     sizes = {shape[stacked_axis(site.axis_in(layout), len(shape))] for shape in shapes}
     if not segment.is_cycle and len(sizes) == 1 and sizes != {segment.length}:
       return f"{segment.name!r} holds {sizes.pop()} layers; the plan has {segment.length}"

@@ -110,9 +110,9 @@ def stack(trees: Sequence[Any], plan: Any, param_axis: int | None = None, scan: 
     if site is None:
       continue
     own = [_own_tree(outline, of_layer, k, i, options, problems) for i, of_layer in enumerate(of_layers)]
-    items[k] = sites.put(items[k], own, layout, site.axis_in(layout), lazy, site.path, problems)
+    items[k] = sites.put(site, items[k], own, layout, lazy, problems)
     if site.is_params and not allow_missing:
-      problems += [f"{site.at([])}: layer {i} has nothing here".lstrip(": ") for i, tree in enumerate(own) if tree.is_absent]
+      problems += [f"layer {i}: nothing in {site.path or 'its tree'}" for i, tree in enumerate(own) if tree.is_absent]
   if problems:
     raise ValueError(sites.report("the trees cannot be stacked as the plan says", problems))
   return outline.structure.unflatten(items)
@@ -137,7 +137,10 @@ def _own_tree(outline: _Outline, of_layer: Sequence[Any], k: int, i: int, option
   here = [dataclasses.replace(site, holder=tree) if site else None for site, tree in zip(outline.sites, of_layer)]
   place = _alone(i)
   shared = sites.shared_in(here[k], [site for site in here if site], place, options)
-  return leaves.take(of_layer[k], place, 0, shared, f"layer {i}: {here[k].path}".rstrip(": "), problems)[0]
+  found: list[str] = []
+  tree = leaves.take(of_layer[k], place, 0, shared, here[k].path, found)[0]
+  problems += [f"layer {i}: {problem}" for problem in found]
+  return tree
 
 
 def _alone(i: int) -> Place:
@@ -177,7 +180,7 @@ def restack(tree: Any, from_plan: Any, to_plan: Any, *, param_axis: int | None =
     if layout != to:
       problems.extend(f"{site.at([key])}/{name}: belongs to a block as a whole, and not to one of its layers"
                       for key in beside if key in layout.roots for name in beside[key])
-    return sites.put(beside, taken[site.keys], to, site.axis_in(to), lazy, site.path, problems)
+    return sites.put(site, beside, taken[site.keys], to, lazy, problems)
 
   result = found.map(moved)
   if problems:
