@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import torch
 from transformers import (
-    AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig, LlamaConfig, MistralConfig,
+    AutoModelForCausalLM, DeepseekV3Config, Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig, LlamaConfig, MistralConfig,
     Qwen2Config, Qwen3Config)
 
 SIZES = dict(vocab_size=32, hidden_size=16, intermediate_size=12, num_hidden_layers=3, num_attention_heads=4,
@@ -27,6 +27,9 @@ def make(name, config, cls=None, seq=20, prompt=8, new=12, **options):
         weight.add_(torch.randn_like(weight) * 0.1)
       else:
         weight.copy_(torch.randn_like(weight) * (0.5 if "embed" in key else 1.5 / weight.shape[-1] ** 0.5))
+    for key, buffer in model.named_buffers():
+      if "score_correction" in key:
+        buffer.copy_(torch.randn_like(buffer) * 0.2)
     folder = pathlib.Path(sys.argv[1]) / name
     model.save_pretrained(folder, **options)
     (folder / "generation_config.json").unlink(missing_ok=True)
@@ -67,3 +70,15 @@ make("gemma3_images", Gemma3Config(
     vision_config=dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=8,
                        patch_size=4, vision_use_head=False),
     mm_tokens_per_image=4, image_token_index=31, boi_token_index=30, eoi_token_index=29), Gemma3ForConditionalGeneration)
+EXPERTS = {**SIZES, "num_key_value_heads": 4, "moe_intermediate_size": 8, "qk_rope_head_dim": 4}
+# Experts from the first layer on, queries that are not of low rank, planes of halves, weights that are not normalised.
+make("deepseek_direct", DeepseekV3Config(
+    **EXPERTS, q_lora_rank=None, kv_lora_rank=12, qk_nope_head_dim=6, v_head_dim=4, first_k_dense_replace=0,
+    n_routed_experts=5, num_experts_per_tok=3, n_group=1, topk_group=1, n_shared_experts=2, norm_topk_prob=False,
+    routed_scaling_factor=0.8, rope_interleave=False, rms_norm_eps=1e-2, tie_word_embeddings=True))
+# Two dense layers, groups of two, YaRN, which sharpens the softmax here, and latents that a long prompt expands.
+make("deepseek_yarn", DeepseekV3Config(
+    **{**EXPERTS, "num_hidden_layers": 4}, q_lora_rank=9, kv_lora_rank=16, qk_nope_head_dim=3, v_head_dim=2,
+    first_k_dense_replace=2, n_routed_experts=6, num_experts_per_tok=2, n_group=3, topk_group=2,
+    rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16, beta_fast=8,
+                         beta_slow=1, mscale=0.7, mscale_all_dim=1.3)))
