@@ -32,6 +32,10 @@ COMMANDS: dict[str, Command] = {
         "linen_stack.commands.plan", ("CONFIG",), "segments and parameters of a model, without allocating it"),
     "audit": Command(
         "linen_stack.commands.audit", ("CONFIG",), "what remat policies do with each tagged value; status 1 on errors"),
+    "memory": Command(
+        "linen_stack.commands.memory", ("CONFIG",), "what each policy takes on a TPU that you name, and costs; no TPU needed"),
+    "tune": Command(
+        "linen_stack.commands.tune", ("CONFIG",), "the fastest policy, by estimate, that fits the TPU memory that you name"),
     "train": Command(
         "linen_stack.commands.train", ("CONFIG",), "train a model on text, and measure it on held-out text"),
     "generate": Command(

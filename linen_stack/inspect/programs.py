@@ -1,7 +1,8 @@
 """Programs to be compiled elsewhere: a function, its arguments as shapes, and how both lie on a mesh that is only named."""
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
 import dataclasses
 import math
 from typing import Any
@@ -13,7 +14,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from linen_stack.inspect import flops
 from linen_stack.inspect.chips import Chip, Topology
+from linen_stack.inspect.residuals import ResidualReport, residuals
 from linen_stack.inspect.watch import Watch, watching
+from linen_stack.stack import StackedDecoder
 
 Rules = Sequence[tuple[str, Any]]
 # Fully sharded data parallelism: every device holds a part of each matrix and of the batch.
@@ -34,12 +37,43 @@ class Program:
   """A prefix of the result's tree; None: the compiler chooses."""
   donate: tuple[int, ...] = ()
   """Arguments whose memory the results may take."""
+  loss: Callable[..., Any] | None = None
+  """A function of the same arguments to what the program differentiates: the forward pass alone."""
+  remat: Any = None
+  """Replaces the remat of every stack in it."""
+  stacks: tuple[StackedDecoder, ...] = ()
+  """The stacks in it."""
 
   def trace(self) -> Any:
     """The traced function, as `jax.jit(...).trace` gives it."""
     options = {} if self.out_shardings is None else {"out_shardings": self.out_shardings}
-    with jax.sharding.use_abstract_mesh(self.mesh), nn.logical_axis_rules(self.rules):
+    with self.around():
       return jax.jit(self.fn, donate_argnums=self.donate, **options).trace(*self.args)
+
+  def residuals(self) -> ResidualReport:
+    """What its backward pass keeps, over all devices."""
+    with self.around():
+      return residuals(self.loss, *self.args)
+
+  def forward_cost(self, chip: Chip) -> flops.Cost:
+    """What its forward pass costs."""
+    with self.around():
+      return flops.cost(self.loss, *self.args, chip=chip, devices=self.mesh.size)
+
+  def batch_shards(self) -> int:
+    """Among how many devices the batch, and with it what the backward pass keeps, is spread."""
+    axes = batch_spec(self.rules)[0] or ()
+    return math.prod(self.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
+
+  @contextlib.contextmanager
+  def around(self) -> Iterator[None]:
+    """What holds while it is traced: its mesh, its rules, its remat."""
+    with contextlib.ExitStack() as contexts:
+      contexts.enter_context(jax.sharding.use_abstract_mesh(self.mesh))
+      contexts.enter_context(nn.logical_axis_rules(self.rules))
+      if self.remat is not None:
+        contexts.enter_context(watching(remat=self.remat))
+      yield
 
   def open_results(self, traced: Any) -> list[bool]:
     """For each result, whether the compiler chooses where it lies."""
@@ -54,19 +88,22 @@ class Program:
     return flops.program_cost(traced.jaxpr.jaxpr, chip=chip, devices=self.mesh.size)
 
 
-def as_mesh(mesh: Any, topology: Topology, axis: str = "fsdp") -> AbstractMesh:
-  """The mesh over all devices of a topology: None for one axis, a mapping from axis names to sizes, or a mesh.
+def as_mesh(mesh: Any, topology: Topology) -> AbstractMesh:
+  """The mesh over all devices of a topology: None for one axis, "fsdp"; a mapping from axis names to sizes, of which one may
+  be -1 for what is left; or a mesh.
 
   Raises TypeError for what is no mesh, ValueError where the number of devices is another.
   """
   if mesh is None:
-    mesh = {axis: topology.num_devices}
+    mesh = {"fsdp": -1}
   if isinstance(mesh, Mesh):
     mesh = mesh.abstract_mesh
   if isinstance(mesh, Mapping):
     for name, size in mesh.items():
-      if not isinstance(name, str) or isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise TypeError(f"mesh must map names of axes to sizes of at least 1, not {name!r} to {size!r}")
+      if not isinstance(name, str) or isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
+        raise TypeError(f"mesh must map names of axes to sizes of at least 1, or -1, not {name!r} to {size!r}")
+    left = topology.num_devices // math.prod(size for size in mesh.values() if size != -1)
+    mesh = {name: max(left, 1) if size == -1 else size for name, size in mesh.items()}
     mesh = AbstractMesh(tuple(mesh.values()), tuple(mesh), axis_types=(AxisType.Auto,) * len(mesh))
   if not isinstance(mesh, AbstractMesh):
     raise TypeError(f"mesh must be a mapping from axis names to sizes or a jax.sharding mesh, not {mesh!r}")
@@ -220,7 +257,8 @@ def gradients(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     return jax.value_and_grad(loss, has_aux=True)(params, others, arrays)
 
   params = variables.pop("params")
-  return Program(step, (params, variables, arrays), mesh, rules, ((None, shardings(variables)), shardings(params)))
+  return Program(step, (params, variables, arrays), mesh, rules, ((None, shardings(variables)), shardings(params)),
+                 loss=lambda *args: loss(*args)[0], stacks=tuple(watch.stacks.values()))
 
 
 def of_function(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], mesh: AbstractMesh, rules: Rules,

@@ -139,7 +139,16 @@ def residuals(fn: Callable[..., Any], *args: Any, argnums: int | Sequence[int] |
   Raises:
     TypeError, ValueError: argnums that are no positions of arguments; no floating array to differentiate by.
   """
-  leaves, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
+  return _report(*kept_program(fn, args, kwargs, argnums))
+
+
+def kept_program(fn: Callable[..., Any], args: Any, kwargs: Any = None,
+                 argnums: int | Sequence[int] | None = None) -> tuple[Any, Watch, list[str]]:
+  """A program from arguments to what the backward pass keeps, with marks at its layers; what it contains; its inputs' names.
+
+  Arguments and errors as in `residuals`.
+  """
+  leaves, tree = jax.tree_util.tree_flatten_with_path((args, kwargs or {}))
   wanted = _positions(argnums, len(args))
   arrays = [leaf for _, leaf in leaves if _is_array(leaf)]
   paths = [path for path, leaf in leaves if _is_array(leaf)]
@@ -160,7 +169,7 @@ def residuals(fn: Callable[..., Any], *args: Any, argnums: int | Sequence[int] |
 
   with watching(mark=True) as watch:
     program = jax.make_jaxpr(forward)(arrays).jaxpr
-  return _report(program, watch, [_label(fn, path) for path in paths])
+  return program, watch, [_label(fn, path) for path in paths]
 
 
 def _is_array(leaf: Any) -> bool:

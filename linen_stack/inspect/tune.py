@@ -1,0 +1,358 @@
+"""`tune`: the remat policy with the least estimated step time whose compiled program fits.
+
+All sets of names that the layers tag, saved or offloaded, are weighed by a model of memory and time; compiling only
+confirms. Memory is that of full remat, compiled, and what the backward pass finds beyond it; each further compiled program
+corrects that. The time of a step is that of full remat, as `estimate` counts it, and what the set recomputes less, with what
+it reads and writes more.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import dataclasses
+import itertools
+import os
+from typing import Any
+
+from flax import linen as nn
+import yaml
+
+from linen_stack.inspect import chips, programs, render
+from linen_stack.inspect.estimate import Estimator
+from linen_stack.inspect.memory import MemoryReport, compile_report
+from linen_stack.inspect.programs import Program
+from linen_stack.inspect.recompute import Recompute
+from linen_stack.policies import RematPolicy
+from linen_stack.presets import PRESETS
+
+# More names than that are not told apart: three ways for each of them are weighed.
+_MOST_NAMES = 8
+# Estimates closer than this are equal; the simpler policy is then taken.
+_SAME = 0.002
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+  """A policy and what the model says of it. Bytes are those of one device."""
+
+  policy: RematPolicy
+  seconds: float
+  recomputed: float
+  """FLOPs over all devices."""
+  device: int
+  """What the backward pass finds on the device, with the buffers that bring it there."""
+  host: int
+  presets: tuple[str, ...] = ()
+  """Presets that do the same."""
+
+  @property
+  def name(self) -> str:
+    """A preset's name, or the policy in words."""
+    return self.presets[0] if self.presets else str(self.policy)
+
+
+@dataclasses.dataclass(frozen=True)
+class Confirmed:
+  """A candidate and what compiling said."""
+
+  candidate: Candidate
+  memory: MemoryReport
+
+
+@dataclasses.dataclass(frozen=True)
+class TuneReport:
+  """What tuning came to. Prints as text, with the winner as YAML."""
+
+  topology: chips.Topology
+  hbm: int
+  """The budget of one device."""
+  host: int | None
+  winner: Confirmed | None
+  """None: nothing fits."""
+  runner_up: Candidate | None
+  """The next fastest that should fit."""
+  faster: Candidate | None
+  """The next faster one than the winner, which does not fit."""
+  faster_hbm: int | None
+  """What it would take."""
+  faster_compiled: bool
+  """Whether compiling said so, and not the model."""
+  compiled: tuple[Confirmed, ...]
+  presets: tuple[Candidate, ...]
+  """Every preset, the fastest first."""
+  smallest: int | None = None
+  """Where nothing fits: the least device memory with which something would."""
+
+  def yaml(self) -> str:
+    """The winner as a part of a config. Raises ValueError where nothing fits."""
+    if self.winner is None:
+      raise ValueError("nothing fits, so that there is no policy to write")
+    return yaml.safe_dump({"stack": {"remat": _plain(self.winner.candidate)}}, sort_keys=False, default_flow_style=None)
+
+  def to_dict(self) -> dict[str, Any]:
+    """The result as JSON takes it."""
+    one = lambda c: None if c is None else {
+        "policy": c.name, "remat": _plain(c), "seconds": c.seconds, "recomputed_flops": c.recomputed}
+    return {"topology": self.topology.name, "slices": self.topology.slices, "hbm": self.hbm, "host": self.host,
+            "winner": one(self.winner and self.winner.candidate), "runner_up": one(self.runner_up),
+            "next_faster": one(self.faster), "next_faster_hbm": self.faster_hbm, "smallest_hbm": self.smallest,
+            "compiled": [{**one(done.candidate), "memory": done.memory.to_dict()} for done in self.compiled],
+            "presets": [one(candidate) for candidate in self.presets]}
+
+  def __str__(self) -> str:
+    head = f"{self.topology}: {render.size(self.hbm)} of HBM"
+    head += f" and {render.size(self.host)} of host memory" if self.host is not None else ""
+    tried = f"compiled {render.plural(len(self.compiled), 'program')}; there are {len(PRESETS)} presets"
+    if self.winner is None:
+      why = f"; the least that would do is {render.size(self.smallest)}" if self.smallest is not None else ""
+      return f"{head} for one device: nothing fits{why}\n{tried}"
+    chosen, memory = self.winner.candidate, self.winner.memory
+    lines = [f"{head} for one device", f"winner: {chosen.name}, {_time(chosen)}; compiled, it takes {render.size(memory.hbm)}"
+             + (f", and {render.size(memory.host)} on the host" if memory.host else ""), "", self.yaml().rstrip(), ""]
+    if self.runner_up is not None:
+      lines.append(f"runner-up: {self.runner_up.name}, {_time(self.runner_up)}")
+    if self.faster is not None:
+      what = f"it takes {render.size(self.faster_hbm)}, compiled" if self.faster_compiled else (
+          f"it should take about {render.size(self.faster_hbm)}")
+      what += f", and {render.size(self.faster.host)} on the host" if self.faster.host else ""
+      lines.append(f"the next faster one does not fit: {self.faster.name}, {_time(self.faster)}; {what}")
+    return "\n".join([*lines, tried])
+
+
+def _time(candidate: Candidate) -> str:
+  return f"estimated {candidate.seconds * 1e3:,.2f} ms a step"
+
+
+def _plain(candidate: Candidate) -> Any:
+  """What stands in a config."""
+  if candidate.presets:
+    return candidate.presets[0]
+  policy = candidate.policy
+  values = {"save": list(policy.save), "offload": list(policy.offload), "carry": policy.carry,
+            "levels": list(policy.levels or ()), "every": policy.every}
+  defaults = {"carry": "save", "every": 1}
+  return {key: value for key, value in values.items() if value and value != defaults.get(key)}
+
+
+def tune(stack: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, topology: str = "v5p:2x2x1",
+         slices: int = 1, mesh: Any = None, rules: Any = None, shardings: Any = None, hbm: str | int | None = None,
+         host: str | int | None = None, limit: float = 600.0, cache: str | os.PathLike[str] | bool = True,
+         say: Callable[[str], None] = lambda line: None) -> TuneReport:
+  """Finds the fastest remat policy whose loss and gradients fit a TPU, by estimate; compiles to confirm.
+
+  Args:
+    stack: a `StackedDecoder`, or a module that contains one or several. All get the same policy.
+    args, kwargs, topology, slices, mesh, rules, shardings, limit, cache: as in `memory`.
+    hbm: device memory to stay below, "15GiB" or a number of bytes. Default: what the device has.
+    host: host memory for each device to stay below. Default: no bound.
+    say: is told of each program before it is compiled.
+
+  Raises:
+    TypeError, ValueError: as `memory`; a module without tags to choose among; a budget without a unit.
+    ImportError, TimeoutError, RuntimeError: as `memory`.
+  """
+  described = chips.topology(topology, slices)
+  budget = _budget(hbm, "hbm") or described.chip.hbm
+  mesh = programs.as_mesh(mesh, described)
+  rules = programs.as_rules(rules, mesh)
+  specs = None if shardings is None else (shardings, None)
+  program = programs.gradients(stack, tuple(args), kwargs or {}, mesh, rules, specs)
+  return search(program, described, budget, _budget(host, "host"), limit=limit, cache=cache, say=say)
+
+
+def _budget(value: Any, what: str) -> int | None:
+  if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+    return value
+  return chips.parse_bytes(value, what)
+
+
+def search(program: Program, topology: chips.Topology, hbm: int, host: int | None = None, *, limit: float = 600.0,
+           cache: str | os.PathLike[str] | bool = True, say: Callable[[str], None] = lambda line: None) -> TuneReport:
+  """The same for a program with a `loss`. `hbm`, `host`: bytes for one device."""
+  ranked = candidates(program, topology.chip)
+  state = _Search(program, topology, hbm, host, ranked, limit=limit, cache=cache, say=say)
+  state.run()
+  return state.report()
+
+
+def candidates(program: Program, chip: chips.Chip) -> list[Candidate]:
+  """Every policy that is weighed, the fastest first; of equally fast ones, that with the least on the host first."""
+  recompute, estimator = Recompute(program, chip), Estimator(program, chip)
+  model = _Model(recompute, estimator, estimator.trace(RematPolicy("full")).seconds)
+  found: dict[RematPolicy, Candidate] = {}
+  presets = {preset: model.effective(RematPolicy(preset)) for preset in PRESETS}
+  for policy in itertools.chain(presets.values(), _sets(recompute), _regions(recompute, program)):
+    if policy not in found:
+      same = tuple(name for name, effective in presets.items() if effective == policy)
+      found[policy] = model.candidate(policy, same)
+  step = _SAME * min(candidate.seconds for candidate in found.values())
+  return sorted(found.values(), key=lambda c: (round(c.seconds / step), c.host, c.device, not c.presets, str(c.policy)))
+
+
+def _sets(recompute: Recompute) -> Iterator[RematPolicy]:
+  """Names saved or offloaded, with the layers' inputs saved or offloaded."""
+  names = recompute.useful(_MOST_NAMES)
+  for size in range(len(names) + 1):
+    for kept in itertools.combinations(names, size):
+      if len(recompute.of(kept).kept) < size:
+        continue  # some are kept in vain
+      for offloaded in itertools.chain.from_iterable(itertools.combinations(kept, n) for n in range(size + 1)):
+        for carry in ("save", "offload"):
+          yield RematPolicy(save=set(kept) - set(offloaded), offload=offloaded, carry=carry)
+
+
+def _regions(recompute: Recompute, program: Program) -> Iterator[RematPolicy]:
+  """Several layers to a region, and two levels of regions, where the plans divide."""
+  shapes: list[dict[str, Any]] = []
+  longest = max((segment.length * len(segment.block) for stack in program.stacks for segment in stack.plan), default=1)
+  for count in range(2, longest + 1):
+    shapes.append({"every": count})
+    if longest % count == 0 and 1 < longest // count:
+      shapes.append({"levels": (longest // count, count)})
+  names = recompute.useful(3)
+  for shape in shapes:
+    if not all(_takes(stack, RematPolicy(**shape)) for stack in program.stacks):
+      continue
+    for size in range(len(names) + 1):
+      for kept in itertools.combinations(names, size):
+        for carry in ("save", "offload"):
+          yield RematPolicy(save=kept, carry=carry, **shape)
+
+
+def _takes(stack: Any, policy: RematPolicy) -> bool:
+  try:
+    stack.clone(remat=policy)
+  except ValueError:
+    return False
+  return True
+
+
+@dataclasses.dataclass(frozen=True)
+class _Model:
+  """Memory and time of a policy."""
+
+  recompute: Recompute
+  estimator: Estimator
+  full: float
+  """Seconds of a step under full remat."""
+
+  def effective(self, policy: RematPolicy) -> RematPolicy:
+    """The policy with only those names that the backward pass then reads."""
+    if not policy.remat:
+      return policy
+    kept = self.recompute.of(policy.names).kept
+    return RematPolicy(save=set(policy.save) & set(kept), offload=set(policy.offload) & set(kept), carry=policy.carry,
+                       levels=policy.levels, every=policy.every)
+
+  def candidate(self, policy: RematPolicy, presets: tuple[str, ...]) -> Candidate:
+    recompute, shards, layers = self.recompute, self.estimator.shards, self.layers
+    if not policy.remat:
+      device, seconds, flops = recompute.everything, self.estimator.none.seconds, 0.0
+      return Candidate(policy, seconds, flops, round(device / shards), 0, presets)
+    alone = recompute.of(policy.names)
+    region = recompute.of(policy.names, region=True)
+    saved, offloaded = (sum(alone.kept.get(name, 0) for name in names) for names in (policy.save, policy.offload))
+    carries, working = recompute.carry, 0.0
+    cost = alone.cost
+    if policy.every > 1:
+      cost = region.cost
+      carries /= policy.every
+      working = policy.every * recompute.everything / layers
+    elif policy.levels:
+      cost = alone.cost + region.cost
+      carries *= policy.levels[0] / layers
+      working = policy.levels[1] * recompute.largest_carry
+    # A value on its way to the host or back has two buffers: one travels while the other is computed with.
+    on_the_way = 2 * sum(alone.largest.get(name, 0) for name in policy.offload)
+    if policy.carry == "offload":
+      on_the_way += 2 * recompute.largest_carry
+      offloaded += carries
+      carries = 0.0
+    moved = saved + offloaded + carries
+    base = recompute.of(())
+    seconds = (self.full + cost.seconds - base.cost.seconds
+               + 2 * (moved - recompute.carry) / self.estimator.chip.bandwidth / self.estimator.program.mesh.size)
+    seconds = self.estimator.seconds(seconds, offloaded)
+    return Candidate(policy, seconds, cost.flops, round((saved + carries + working + on_the_way) / shards),
+                     round(offloaded / shards), presets)
+
+  @property
+  def layers(self) -> int:
+    return max(1, round(self.recompute.carry / max(1, self.recompute.largest_carry)))
+
+
+class _Search:
+  """Compiles candidates until the best that fits is known."""
+
+  def __init__(self, program: Program, topology: chips.Topology, hbm: int, host: int | None, ranked: list[Candidate], *,
+               limit: float, cache: Any, say: Callable[[str], None]):
+    self._program, self._topology, self._hbm, self._host = program, topology, hbm, host
+    self._ranked = [candidate for candidate in ranked if host is None or candidate.host <= host]
+    self._options, self._say = dict(limit=limit, cache=cache), say
+    self._most = max(2, len(PRESETS) // 3)
+    self._done: list[Confirmed] = []
+    self._presets = tuple(sorted((c for c in ranked if c.presets), key=lambda c: c.seconds))
+    self._full = next(c for c in ranked if "full" in c.presets)
+
+  def run(self) -> None:
+    self._compile(self._full)
+    if not self._fits(self._done[0]):
+      # Whether anything can: the one that takes least.
+      least = min(self._ranked, key=lambda c: (c.device, c.seconds))
+      if least is not self._full:
+        self._compile(least)
+      if not self._best():
+        return
+    while len(self._done) < self._most:
+      best = self._best()
+      tried = [done.candidate for done in self._done]
+      faster = (c for c in self._ranked if c not in tried and self._predicted(c) <= self._hbm)
+      choice = next(faster, None)
+      if choice is None or (best and choice.seconds >= best.candidate.seconds * (1 - _SAME)):
+        return
+      self._compile(choice)
+
+  def _compile(self, candidate: Candidate) -> None:
+    self._say(f"compiling {candidate.name}, estimated {candidate.seconds * 1e3:,.2f} ms a step")
+    program = dataclasses.replace(self._program, remat=candidate.policy)
+    self._done.append(Confirmed(candidate, compile_report(program, self._topology, **self._options)))
+    memory = self._done[-1].memory
+    self._say(f"{candidate.name}: {render.size(memory.hbm)} of HBM, compiled in {memory.seconds:.0f} s")
+
+  def _fits(self, done: Confirmed) -> bool:
+    memory = done.memory
+    return memory.fits and memory.hbm <= self._hbm and (self._host is None or memory.host <= self._host)
+
+  def _best(self) -> Confirmed | None:
+    return min(filter(self._fits, self._done), key=lambda done: done.candidate.seconds, default=None)
+
+  def _predicted(self, candidate: Candidate) -> float:
+    """Device memory of a candidate: that of the compiled program nearest to it, and what it keeps beyond that one."""
+    known = [done for done in self._done if done.memory.out_of_memory is None] or self._done
+    near = min(known, key=lambda done: abs(done.candidate.device - candidate.device))
+    beyond = candidate.device - near.candidate.device
+    # A program that took more than was expected of it makes the next ones of its kind more expensive as well.
+    return near.memory.hbm + beyond * (self._slope() if beyond > 0 else 1.0)
+
+  def _slope(self) -> float:
+    """Device memory for each byte that is kept, from the compiled programs; 1 until there are two."""
+    first, *others = [done for done in self._done if done.memory.out_of_memory is None] or self._done
+    slopes = [(done.memory.hbm - first.memory.hbm) / (done.candidate.device - first.candidate.device) for done in others
+              if done.candidate.device != first.candidate.device and done.memory.out_of_memory is None]
+    return max([1.0, *slopes]) if slopes else 1.0
+
+  def report(self) -> TuneReport:
+    best = self._best()
+    made = {done.candidate.policy: done for done in self._done}
+    if best is None:
+      smallest = min(done.memory.hbm for done in self._done)
+      return TuneReport(self._topology, self._hbm, self._host, None, None, None, None, False, tuple(self._done),
+                        self._presets, smallest)
+    fails = lambda c: not self._fits(made[c.policy]) if c.policy in made else self._predicted(c) > self._hbm
+    runner_up = next((c for c in self._ranked if c is not best.candidate and not fails(c)
+                      and c.seconds >= best.candidate.seconds * (1 - _SAME)), None)
+    quicker = [c for c in self._ranked if c.seconds < best.candidate.seconds * (1 - _SAME) and fails(c)]
+    faster = max(quicker, key=lambda c: (c.seconds, -c.device), default=None)
+    done = made.get(faster.policy) if faster else None
+    size = None if faster is None else done.memory.hbm if done else round(self._predicted(faster))
+    return TuneReport(self._topology, self._hbm, self._host, best, runner_up, faster, size, done is not None,
+                      tuple(self._done), self._presets)
