@@ -15,7 +15,7 @@ of a model for more than text, all but its text model. They are not written back
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 import json
 import math
 import os
@@ -33,7 +33,7 @@ from linen_stack.hf_mapping import SHOWN, Leaf, check_tensors, leaves_of
 from linen_stack.hf_plan import plan_from_hf_config
 from linen_stack.hf_tensors import Folder, Writer
 from linen_stack.models.families import family_of, published
-from linen_stack.models.family import Config, Family
+from linen_stack.models.family import Config, Family, layer_modules
 from linen_stack.models.language_model import LanguageModel
 from linen_stack.specs import LayerSpec
 from linen_stack.stack import StackedDecoder
@@ -95,10 +95,8 @@ def open_checkpoint(folder: str | os.PathLike[str], *, dtype: DType = None, para
   config = read_config(folder)
   family, text, prefix = _text_model(config)
   tensors = Folder(folder, prefix)
-  usual = Counter()
-  for entry in tensors.entries.values():
-    usual[entry.dtype] += math.prod(entry.shape)
-  model = model_from_config(config, dtype=dtype, param_dtype=param_dtype or usual.most_common(1)[0][0], **stack)
+  usual = _usual_dtype((entry.shape, entry.dtype) for entry in tensors.entries.values())
+  model = model_from_config(config, dtype=dtype, param_dtype=usual if param_dtype is None else param_dtype, **stack)
   leaves = leaves_of(model, family)
   ignored = _ignored(tensors, family, text, model)
   check_tensors(tensors.entries, leaves, family, ignored, model.stack.plan.num_layers, str(folder))
@@ -150,8 +148,8 @@ def model_from_config(config: Config, *, dtype: DType = None, param_dtype: DType
       raise ValueError(f"{name} is {full[name]!r}, which the {family.name} layers here cannot follow; it can be "
                        f"{' or '.join(map(repr, values)) or 'null'}")
   said = [fields.get(name) for fields in (text, config) for name in ("dtype", "torch_dtype")]
-  param_dtype = _dtype("param_dtype", param_dtype or next(filter(None, said), "float32"))
-  dtype = _dtype("dtype", dtype or param_dtype)
+  param_dtype = _dtype("param_dtype", next(filter(None, said), "float32") if param_dtype is None else param_dtype)
+  dtype = param_dtype if dtype is None else _dtype("dtype", dtype)
   layer = family.layer(full)
 
   def spec(index: int, kind: Any) -> LayerSpec:
@@ -159,8 +157,10 @@ def model_from_config(config: Config, *, dtype: DType = None, param_dtype: DType
     return LayerSpec(made.cls, made.name, **made.kwargs, dtype=dtype, param_dtype=param_dtype)
 
   plan = plan_from_hf_config(full, spec)
-  return LanguageModel(stack=StackedDecoder(plan, **stack), **family.options(full), dtype=dtype, param_dtype=param_dtype,
-                       hf_config=dict(text))
+  model = LanguageModel(stack=StackedDecoder(plan, **stack), **family.options(full), dtype=dtype, param_dtype=param_dtype,
+                        hf_config=dict(text))
+  layer_modules(model)  # raises for sizes that do not fit together
+  return model
 
 
 def _text_model(config: Config) -> tuple[Family, Config, str]:
@@ -206,10 +206,7 @@ def save_model(folder: str | os.PathLike[str], model: LanguageModel, variables: 
   values = traverse_util.flatten_dict(jax.tree.map(value, variables.get("params", {}), is_leaf=is_box), sep="/")
   _check_variables(values, leaves)
   announced = {row.tensor: (leaf.tensor_shape, values[path].dtype) for path, leaf in leaves.items() for row in leaf.rows}
-  sizes = Counter()
-  for shape, dtype in announced.values():
-    sizes[np.dtype(dtype).name] += math.prod(shape)
-  config[_dtype_field(config)] = sizes.most_common(1)[0][0]
+  config["dtype" if "dtype" in config else "torch_dtype"] = np.dtype(_usual_dtype(announced.values())).name
   with Writer(folder, announced, max_shard_bytes) as writer:
     writer.write_json("config.json", config)
     for path, leaf in leaves.items():
@@ -248,8 +245,13 @@ def _thaw(tree: Any) -> Any:
   return [_thaw(entry) for entry in tree] if isinstance(tree, (list, tuple)) else tree
 
 
-def _dtype_field(config: Config) -> str:
-  return "dtype" if "dtype" in config else "torch_dtype"
+def _usual_dtype(tensors: Iterable[tuple[Any, Any]]) -> np.dtype | None:
+  """The floating dtype that most values have, of tensors as (shape, dtype)."""
+  sizes = Counter()
+  for shape, dtype in tensors:
+    if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
+      sizes[np.dtype(dtype)] += math.prod(shape)
+  return max(sizes, key=sizes.get, default=None)
 
 
 def _dtype(argument: str, given: Any) -> np.dtype:

@@ -166,7 +166,7 @@ def require(owner: str, actual: Mapping[str, Any], **expected: Any) -> None:
   """Raises ValueError for the first value that is not the expected one."""
   for name, value in expected.items():
     if actual[name] != value:
-      raise ValueError(f"{owner} has {name}={actual[name]!r}, not {value!r}")
+      raise ValueError(f"{name} of {owner} is {actual[name]!r}, not {value!r}")
 
 
 def field(config: Config, name: str, kind: type | tuple[type, ...] = int, default: Any = None, required: bool = False) -> Any:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+import dataclasses
 from typing import Any
 
 import flax.linen as nn
@@ -34,7 +35,8 @@ class LanguageModel(nn.Module):
     logit_softcap: logits become cap * tanh(logits / cap). None: they stay.
     dtype: of the computation and of the residual stream. Logits are float32 at least.
     param_dtype: of the stored parameters outside the stack.
-    hf_config: the content of the `config.json` that the model was made from, kept for saving it again.
+    hf_config: the content of the `config.json` that the model was made from, kept for saving it again. Two models that differ in
+      it alone are equal.
 
   Raises:
     TypeError, ValueError: on construction, for sizes that are not ints of at least 1, and where a segment has the
@@ -51,7 +53,7 @@ class LanguageModel(nn.Module):
   logit_softcap: float | None = None
   dtype: DType = jnp.float32
   param_dtype: DType = jnp.float32
-  hf_config: Mapping[str, Any] | None = None
+  hf_config: Mapping[str, Any] | None = dataclasses.field(default=None, compare=False, repr=False)
 
   def __post_init__(self):
     for argument in ("vocab", "embed"):
