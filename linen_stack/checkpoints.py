@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
+from linen_stack import convert
 from linen_stack.config import StackConfig
 
 KEEP = 2
@@ -99,7 +100,7 @@ def load(path: pathlib.Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
   _check_shapes(path, wanted)
   here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), wanted)
-  with _reading(path), ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+  with reading(path), ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
     restored = reader.restore(path, ocp.args.Composite(**{k: ocp.args.StandardRestore(v) for k, v in wanted.items()}))
   step = int(path.name) if path.name.isdecimal() else 0  # a copy under another name serves to generate
   return {**{name: restored[name] for name in wanted}, "step": jnp.asarray(step, jnp.int32)}
@@ -109,19 +110,37 @@ def _check_shapes(path: pathlib.Path, wanted: Mapping[str, Any]) -> None:
   for name in wanted:
     if not (path / name).is_dir():
       raise CheckpointError(f"the checkpoint {path} is not whole: it has no {name}")
-  with _reading(path), ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
-    stored = {_path(keys): tuple(leaf.shape) for keys, leaf in jax.tree_util.tree_leaves_with_path(
-        reader.metadata(path / "variables").item_metadata.tree)}
-  expected = {_path(keys): tuple(leaf.shape) for keys, leaf in jax.tree_util.tree_leaves_with_path(wanted["variables"])}
-  wrong = [f"{key} is {stored.get(key, 'missing')} and should be {expected.get(key, 'absent')}"
-           for key in sorted({*stored, *expected}) if stored.get(key) != expected.get(key)]
+  with reading(path), ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
+    stored = reader.metadata(path / "variables").item_metadata.tree
+  check_same_shapes(path, stored, wanted["variables"])
+
+
+def check_same_shapes(path: pathlib.Path, stored: Any, expected: Any) -> None:
+  """Raises CheckpointError, with a guess of the layout, where the leaves of a checkpoint are not those of a model."""
+  ours, theirs = ({_path(keys): tuple(leaf.shape) for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+                  for tree in (expected, stored))
+  wrong = [f"{key} is {theirs.get(key, 'missing')} and should be {ours.get(key, 'absent')}"
+           for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
   if wrong:
     more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-    raise CheckpointError(f"the checkpoint {path} does not fit this model: {'; '.join(wrong[:3])}{more}")
+    raise CheckpointError(f"the checkpoint {path} does not fit this model: {'; '.join(wrong[:3])}{more}{_layout(path, stored)}")
+
+
+def _layout(path: pathlib.Path, stored: Any) -> str:
+  """What the variables of a checkpoint look like, where they are laid out in another way than its config says."""
+  try:
+    _, stack = load_config(path).build()
+  except (ValueError, TypeError, CheckpointError):
+    return ""  # without a config that can be built there is nothing to compare with
+  try:
+    convert.layer_axes(stack, stored)
+  except ValueError as error:
+    return f". {str(error).splitlines()[0].rstrip(':')}"
+  return ""
 
 
 def _path(keys: tuple[Any, ...]) -> str:
-  return "/".join(str(getattr(key, "key", key)) for key in keys)
+  return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
 def _load_json(path: pathlib.Path, item: str) -> dict[str, Any]:
@@ -158,7 +177,8 @@ def _remove_unfinished(folder: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def _reading(path: pathlib.Path) -> Iterator[None]:
+def reading(path: pathlib.Path) -> Iterator[None]:
+  """Turns what goes wrong in reading a checkpoint into CheckpointErrors."""
   try:
     with _quiet():
       yield
