@@ -123,8 +123,9 @@ def from_config(config: Mapping[str, Any], layer_type: str | None = None, defaul
   fraction = scaling.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
   kind = scaling.get("rope_type", scaling.get("type", "default"))
   if kind in ("llama3", "yarn"):  # where the original length is not said, it is the longest that the config is for
-    length = config.get("original_max_position_embeddings") or config.get("max_position_embeddings")
-    scaling.setdefault("original_max_position_embeddings", length)
+    scaling.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
+    if (length := config.get("original_max_position_embeddings")) is not None:  # beside the scaling, it goes before
+      scaling["original_max_position_embeddings"] = length
   try:
     frequencies(2, theta, scaling)
   except (TypeError, ValueError) as error:
