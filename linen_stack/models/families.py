@@ -31,6 +31,7 @@ PUBLISHED: dict[str, str] = {
     "qwen3": "linen_stack.models.llama:QWEN3",
     "gemma3": "linen_stack.models.gemma3:GEMMA3",
     "deepseek_v3": "linen_stack.models.deepseek:DEEPSEEK_V3",
+    "qwen3_next": "linen_stack.models.qwen3_next:QWEN3_NEXT",
 }
 
 
