@@ -336,7 +336,7 @@ def changed(spec, **kwargs):
     (lambda: model_of(changed(MOE, moe={**EXPERTS, "router": "softmax"})), "layer 0 has moe=MoE"),
     (lambda: model_of(changed(MOE, moe={**EXPERTS, "shared_hidden": 9})), "layer 0 has moe=MoE"),
     (lambda: model_of(DENSE, changed(MOE, kv_rank=9)), "layer 1 has kv_rank=9"),
-    (lambda: model_of(DENSE, norm_eps=1e-5), "its layers has norm_eps=1e-06, not 1e-05"),
+    (lambda: model_of(DENSE, norm_eps=1e-5), "norm_eps of its layers is 1e-06, not 1e-05"),
 ])
 def test_models_that_no_config_describes(model, message):
   with pytest.raises(ValueError, match=f"deepseek_v3: {re.escape(message)}"):
