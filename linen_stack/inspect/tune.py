@@ -1,15 +1,12 @@
 """`tune`: the remat policy with the least estimated step time whose compiled program fits.
 
-All sets of names that the layers tag, saved or offloaded, are weighed by a model of memory and time; compiling only
-confirms. Memory is that of full remat, compiled, and what the backward pass finds beyond it; each further compiled program
-corrects that. The time of a step is that of full remat, as `estimate` counts it, and what the set recomputes less, with what
-it reads and writes more.
+Compiling only confirms what a model of memory and time says (`candidates`). Memory is that of full remat, compiled, and
+what a policy keeps beyond it; each further compiled program corrects that.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
-import itertools
 import os
 from typing import Any
 
@@ -17,38 +14,10 @@ from flax import linen as nn
 import yaml
 
 from linen_stack.inspect import chips, programs, render
-from linen_stack.inspect.estimate import Estimator
+from linen_stack.inspect.candidates import SAME, Candidate, candidates, plain
 from linen_stack.inspect.memory import MemoryReport, compile_report
 from linen_stack.inspect.programs import Program
-from linen_stack.inspect.recompute import Recompute
-from linen_stack.policies import RematPolicy
 from linen_stack.presets import PRESETS
-
-# More names than that are not told apart: three ways for each of them are weighed.
-_MOST_NAMES = 8
-# Estimates closer than this are equal; the simpler policy is then taken.
-_SAME = 0.002
-
-
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-  """A policy and what the model says of it. Bytes are those of one device."""
-
-  policy: RematPolicy
-  seconds: float
-  recomputed: float
-  """FLOPs over all devices."""
-  device: int
-  """What the backward pass finds on the device, with the buffers that bring it there."""
-  host: int
-  presets: tuple[str, ...] = ()
-  """Presets that do the same."""
-
-  @property
-  def name(self) -> str:
-    """A preset's name, or the policy in words."""
-    return self.presets[0] if self.presets else str(self.policy)
-
 
 @dataclasses.dataclass(frozen=True)
 class Confirmed:
@@ -86,12 +55,12 @@ class TuneReport:
     """The winner as a part of a config. Raises ValueError where nothing fits."""
     if self.winner is None:
       raise ValueError("nothing fits, so that there is no policy to write")
-    return yaml.safe_dump({"stack": {"remat": _plain(self.winner.candidate)}}, sort_keys=False, default_flow_style=None)
+    return yaml.safe_dump({"stack": {"remat": plain(self.winner.candidate)}}, sort_keys=False, default_flow_style=None)
 
   def to_dict(self) -> dict[str, Any]:
     """The result as JSON takes it."""
     one = lambda c: None if c is None else {
-        "policy": c.name, "remat": _plain(c), "seconds": c.seconds, "recomputed_flops": c.recomputed}
+        "policy": c.name, "remat": plain(c), "seconds": c.seconds, "recomputed_flops": c.recomputed}
     return {"topology": self.topology.name, "slices": self.topology.slices, "hbm": self.hbm, "host": self.host,
             "winner": one(self.winner and self.winner.candidate), "runner_up": one(self.runner_up),
             "next_faster": one(self.faster), "next_faster_hbm": self.faster_hbm, "smallest_hbm": self.smallest,
@@ -120,17 +89,6 @@ class TuneReport:
 
 def _time(candidate: Candidate) -> str:
   return f"estimated {candidate.seconds * 1e3:,.2f} ms a step"
-
-
-def _plain(candidate: Candidate) -> Any:
-  """What stands in a config."""
-  if candidate.presets:
-    return candidate.presets[0]
-  policy = candidate.policy
-  values = {"save": list(policy.save), "offload": list(policy.offload), "carry": policy.carry,
-            "levels": list(policy.levels or ()), "every": policy.every}
-  defaults = {"carry": "save", "every": 1}
-  return {key: value for key, value in values.items() if value and value != defaults.get(key)}
 
 
 def tune(stack: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, topology: str = "v5p:2x2x1",
@@ -174,112 +132,6 @@ def search(program: Program, topology: chips.Topology, hbm: int, host: int | Non
   return state.report()
 
 
-def candidates(program: Program, chip: chips.Chip) -> list[Candidate]:
-  """Every policy that is weighed, the fastest first; of equally fast ones, that with the least on the host first."""
-  recompute, estimator = Recompute(program, chip), Estimator(program, chip)
-  model = _Model(recompute, estimator, estimator.trace(RematPolicy("full")).seconds)
-  found: dict[RematPolicy, Candidate] = {}
-  presets = {preset: model.effective(RematPolicy(preset)) for preset in PRESETS}
-  for policy in itertools.chain(presets.values(), _sets(recompute), _regions(recompute, program)):
-    if policy not in found:
-      same = tuple(name for name, effective in presets.items() if effective == policy)
-      found[policy] = model.candidate(policy, same)
-  step = _SAME * min(candidate.seconds for candidate in found.values())
-  return sorted(found.values(), key=lambda c: (round(c.seconds / step), c.host, c.device, not c.presets, str(c.policy)))
-
-
-def _sets(recompute: Recompute) -> Iterator[RematPolicy]:
-  """Names saved or offloaded, with the layers' inputs saved or offloaded."""
-  names = recompute.useful(_MOST_NAMES)
-  for size in range(len(names) + 1):
-    for kept in itertools.combinations(names, size):
-      if len(recompute.of(kept).kept) < size:
-        continue  # some are kept in vain
-      for offloaded in itertools.chain.from_iterable(itertools.combinations(kept, n) for n in range(size + 1)):
-        for carry in ("save", "offload"):
-          yield RematPolicy(save=set(kept) - set(offloaded), offload=offloaded, carry=carry)
-
-
-def _regions(recompute: Recompute, program: Program) -> Iterator[RematPolicy]:
-  """Several layers to a region, and two levels of regions, where the plans divide."""
-  shapes: list[dict[str, Any]] = []
-  longest = max((segment.length * len(segment.block) for stack in program.stacks for segment in stack.plan), default=1)
-  for count in range(2, longest + 1):
-    shapes.append({"every": count})
-    if longest % count == 0 and 1 < longest // count:
-      shapes.append({"levels": (longest // count, count)})
-  names = recompute.useful(3)
-  for shape in shapes:
-    if not all(_takes(stack, RematPolicy(**shape)) for stack in program.stacks):
-      continue
-    for size in range(len(names) + 1):
-      for kept in itertools.combinations(names, size):
-        for carry in ("save", "offload"):
-          yield RematPolicy(save=kept, carry=carry, **shape)
-
-
-def _takes(stack: Any, policy: RematPolicy) -> bool:
-  try:
-    stack.clone(remat=policy)
-  except ValueError:
-    return False
-  return True
-
-
-@dataclasses.dataclass(frozen=True)
-class _Model:
-  """Memory and time of a policy."""
-
-  recompute: Recompute
-  estimator: Estimator
-  full: float
-  """Seconds of a step under full remat."""
-
-  def effective(self, policy: RematPolicy) -> RematPolicy:
-    """The policy with only those names that the backward pass then reads."""
-    if not policy.remat:
-      return policy
-    kept = self.recompute.of(policy.names).kept
-    return RematPolicy(save=set(policy.save) & set(kept), offload=set(policy.offload) & set(kept), carry=policy.carry,
-                       levels=policy.levels, every=policy.every)
-
-  def candidate(self, policy: RematPolicy, presets: tuple[str, ...]) -> Candidate:
-    recompute, shards, layers = self.recompute, self.estimator.shards, self.layers
-    if not policy.remat:
-      device, seconds, flops = recompute.everything, self.estimator.none.seconds, 0.0
-      return Candidate(policy, seconds, flops, round(device / shards), 0, presets)
-    alone = recompute.of(policy.names)
-    region = recompute.of(policy.names, region=True)
-    saved, offloaded = (sum(alone.kept.get(name, 0) for name in names) for names in (policy.save, policy.offload))
-    carries, working = recompute.carry, 0.0
-    cost = alone.cost
-    if policy.every > 1:
-      cost = region.cost
-      carries /= policy.every
-      working = policy.every * recompute.everything / layers
-    elif policy.levels:
-      cost = alone.cost + region.cost
-      carries *= policy.levels[0] / layers
-      working = policy.levels[1] * recompute.largest_carry
-    # A value on its way to the host or back has two buffers: one travels while the other is computed with.
-    on_the_way = 2 * sum(alone.largest.get(name, 0) for name in policy.offload)
-    if policy.carry == "offload":
-      on_the_way += 2 * recompute.largest_carry
-      offloaded += carries
-      carries = 0.0
-    moved = saved + offloaded + carries
-    base = recompute.of(())
-    seconds = (self.full + cost.seconds - base.cost.seconds
-               + 2 * (moved - recompute.carry) / self.estimator.chip.bandwidth / self.estimator.program.mesh.size)
-    seconds = self.estimator.seconds(seconds, offloaded)
-    return Candidate(policy, seconds, cost.flops, round((saved + carries + working + on_the_way) / shards),
-                     round(offloaded / shards), presets)
-
-  @property
-  def layers(self) -> int:
-    return max(1, round(self.recompute.carry / max(1, self.recompute.largest_carry)))
-
-
 class _Search:
   """Compiles candidates until the best that fits is known."""
 
@@ -307,7 +159,7 @@ class _Search:
       tried = [done.candidate for done in self._done]
       faster = (c for c in self._ranked if c not in tried and self._predicted(c) <= self._hbm)
       choice = next(faster, None)
-      if choice is None or (best and choice.seconds >= best.candidate.seconds * (1 - _SAME)):
+      if choice is None or (best and choice.seconds >= best.candidate.seconds * (1 - SAME)):
         return
       self._compile(choice)
 
@@ -349,8 +201,8 @@ class _Search:
                         self._presets, smallest)
     fails = lambda c: not self._fits(made[c.policy]) if c.policy in made else self._predicted(c) > self._hbm
     runner_up = next((c for c in self._ranked if c is not best.candidate and not fails(c)
-                      and c.seconds >= best.candidate.seconds * (1 - _SAME)), None)
-    quicker = [c for c in self._ranked if c.seconds < best.candidate.seconds * (1 - _SAME) and fails(c)]
+                      and c.seconds >= best.candidate.seconds * (1 - SAME)), None)
+    quicker = [c for c in self._ranked if c.seconds < best.candidate.seconds * (1 - SAME) and fails(c)]
     faster = max(quicker, key=lambda c: (c.seconds, -c.device), default=None)
     done = made.get(faster.policy) if faster else None
     size = None if faster is None else done.memory.hbm if done else round(self._predicted(faster))
