@@ -104,8 +104,8 @@ def topology(name: str, slices: int = 1) -> Topology:
   generation, _, shape = name.partition(":")
   chip = CHIPS.get(generation.lower())
   if chip is None:
-    raise ValueError(f"topology {name!r}: no TPU generation {generation!r}; {nearest(generation, CHIPS)}. "
-                     f"Some topologies: {', '.join(known())}")
+    raise ValueError(f"topology {name!r}: no TPU generation {generation!r}; {nearest(generation, CHIPS)} "
+                     f"(some topologies: {', '.join(known())})")
   if not re.fullmatch(r"\d+(x\d+)*", shape):
     raise ValueError(f"topology {name!r}: the chips along each dimension are missing; some of {chip.name}: "
                      f"{', '.join(known(chip))}")
