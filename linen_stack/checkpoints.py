@@ -67,15 +67,15 @@ def save(folder: str | pathlib.Path, state: Mapping[str, Any], config: StackConf
   try:
     folder.mkdir(parents=True, exist_ok=True)
     _remove_unfinished(folder)
-    _check_space(folder, state)
-    with _interrupts_wait(), _quiet(after_failure=True), ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as writer:
+    check_space(folder, sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
+    with _interrupts_wait(), quiet(after_failure=True), ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as writer:
       writer.save(folder / str(step), ocp.args.Composite(
           variables=ocp.args.StandardSave(state["variables"]), optimizer=ocp.args.StandardSave(state["optimizer"]),
           config=ocp.args.JsonSave(config.to_dict()), text=ocp.args.JsonSave(dict(text))), force=True)
   except (OSError, ValueError) as error:  # tensorstore says ValueError where a disk is full
     last = steps(folder)
     kept = f"the last whole checkpoint is {folder / str(last[-1])}" if last else "there is no earlier one"
-    raise CheckpointError(f"cannot write a checkpoint to {folder / str(step)}: {_reason(error)}; {kept}") from error
+    raise CheckpointError(f"cannot write a checkpoint to {folder / str(step)}: {reason(error)}; {kept}") from error
   for old in steps(folder)[:-KEEP]:
     shutil.rmtree(folder / str(old), ignore_errors=True)
   return folder / str(step)
@@ -160,9 +160,8 @@ def _as_config(config: Any, path: pathlib.Path) -> StackConfig:
     raise CheckpointError(f"the config of the checkpoint {path} cannot be used: {error}") from error
 
 
-def _check_space(folder: pathlib.Path, state: Any) -> None:
-  """Raises OSError where the disk is too full for the state: sooner and in clearer words than a write half done."""
-  needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+def check_space(folder: pathlib.Path, needed: int) -> None:
+  """Raises OSError where the disk is too full for so many bytes: sooner and in clearer words than a write half done."""
   free = shutil.disk_usage(folder).free
   if needed > free:
     raise OSError(errno.ENOSPC, f"no space left on device: it takes {needed / 2**20:,.1f} MiB "
@@ -180,10 +179,10 @@ def _remove_unfinished(folder: pathlib.Path) -> None:
 def reading(path: pathlib.Path) -> Iterator[None]:
   """Turns what goes wrong in reading a checkpoint into CheckpointErrors."""
   try:
-    with _quiet():
+    with quiet():
       yield
   except (OSError, ValueError, KeyError) as error:
-    raise CheckpointError(f"cannot read the checkpoint {path}: {_reason(error)}") from error
+    raise CheckpointError(f"cannot read the checkpoint {path}: {reason(error)}") from error
 
 
 @contextlib.contextmanager
@@ -211,7 +210,7 @@ def _interrupts_wait() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet(after_failure: bool = False) -> Iterator[None]:
+def quiet(after_failure: bool = False) -> Iterator[None]:
   """Leaves it to the caller to report errors, once: orbax logs what it raises, with tracebacks.
 
   Of a write that failed, threads are still under way. They report to an event loop that is gone and to executors that
@@ -238,7 +237,7 @@ def _quiet(after_failure: bool = False) -> Iterator[None]:
   restore()
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
   """An error as one line."""
   if isinstance(error, OSError) and error.strerror:
     return error.strerror[:1].lower() + error.strerror[1:]
