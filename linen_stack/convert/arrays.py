@@ -61,6 +61,17 @@ class Lazy:
     self.dtype = rows[0].stored.value.dtype
     self._target = Stored(self, sizes, dims)
 
+  @property
+  def block_shape(self) -> tuple[int, ...]:
+    """The extent of one layer's value in the leaf."""
+    return tuple(1 if dim < len(self.axes) else size for size, dim in zip(self.shape, self.dims))
+
+  @property
+  def is_as_stored(self) -> bool:
+    """Whether the leaf is one that is stored already, as it is."""
+    first = self.rows[0].stored
+    return _is_whole(self.rows) and (first.sizes, first.dims) == (self._target.sizes, self.dims)
+
   ndim = property(lambda self: len(self.shape))
   size = property(lambda self: math.prod(self.shape))
   nbytes = property(lambda self: self.size * self.dtype.itemsize)

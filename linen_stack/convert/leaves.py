@@ -149,7 +149,10 @@ def _stacked(parts: Sequence[Part], layers: Sequence[int], place: Place, axis: i
   else:
     dims = order(axis, len(place.axes), first.rank)
     made = arrays.Lazy([part.row for part in parts], place.axes, dims)
-    made = made if lazy else made.read()
+    if lazy and made.is_as_stored:
+      made = first.row.stored.value
+    elif not lazy:
+      made = made.read()
   if first.box is None:
     return made
   box = first.box
