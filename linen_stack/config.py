@@ -111,6 +111,8 @@ class StackConfig:
   def plan(self) -> Plan:
     """The plan alone."""
     model = self.model
+    if model.hf is not None:
+      return self.published_model().stack.plan
     own = SpecConfig(model.family, model.layer, model.args)
     specs = {name: self._spec(spec, f"model.specs.{name}", name) for name, spec in model.specs.items()}
 
@@ -127,6 +129,12 @@ class StackConfig:
         return Plan.homogeneous(self._spec(own, "model"), model.num_layers)
       pattern = [specs[entry] for entry in model.pattern]
       return Plan.from_layers(pattern) if model.num_layers is None else Plan.cycle(pattern, model.num_layers)
+
+  def published_model(self) -> Any:
+    """The language model of `model.hf`, with a stack of default options."""
+    from linen_stack import hf  # pylint: disable=g-import-not-at-top  # the core knows no model by name
+    with reader.errors_about("model.hf"):
+      return hf.model_from_config(self.model.hf, dtype=self.model.dtype, param_dtype=self.model.param_dtype)
 
   def _spec(self, spec: SpecConfig, where: str, name: str | None = None) -> LayerSpec:
     model, args = self.model, dict(spec.args)

@@ -41,8 +41,10 @@ class SegmentConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-  """The layers, in one of three forms, and the language model around them."""
+  """The layers, in one of three forms, and the language model around them; or all of it from a published model's config."""
 
+  hf: Mapping[str, Any] | None = None
+  """The content of a Hugging Face `config.json`. It says everything but `dtype` and `param_dtype`."""
   vocab: int | None = None
   embed: int | None = None
   tie_embeddings: bool = False
@@ -60,6 +62,14 @@ class ModelConfig:
   """Names of specs: with num_layers, repeated up to it; without, one per layer, for `Plan.from_layers` to arrange."""
 
   def __post_init__(self):
+    for name in ("dtype", "param_dtype"):
+      if getattr(self, name) is not None:
+        reader.dtype(getattr(self, name), f"model.{name}")
+    if self.hf is not None:
+      for field in dataclasses.fields(self):
+        _require(field.name in ("hf", "dtype", "param_dtype") or not getattr(self, field.name),
+                 f"model.{field.name}: model.hf says it already; leave one of them out")
+      return
     _require(self.segments is None or self.pattern is None, "model.segments and model.pattern exclude each other")
     for form in ("segments", "pattern"):
       _require(getattr(self, form) != (), f"model.{form} is empty; it needs at least one entry")
@@ -72,9 +82,6 @@ class ModelConfig:
     for name in ("vocab", "embed", "num_layers"):
       value = getattr(self, name)
       _require(value is None or value >= 1, f"model.{name} must be at least 1, not {value}")
-    for name in ("dtype", "param_dtype"):
-      if getattr(self, name) is not None:
-        reader.dtype(getattr(self, name), f"model.{name}")
 
   def _check_use(self):
     """Raises for names that are no spec, and where something is said that no layer would take."""

@@ -16,12 +16,13 @@ class Progress:
   Args:
     what: a word for the work.
     start, total: the step that it goes on from, and the last one.
-    tokens_per_step: for the rate.
+    units_per_step: for the rate.
+    unit: what the rate counts.
   """
 
-  def __init__(self, what: str, start: int, total: int, tokens_per_step: int):
-    self._what, self._total, self._tokens = what, total, tokens_per_step
-    self._mark = (start, time.perf_counter())
+  def __init__(self, what: str, start: int, total: int, units_per_step: int, unit: str = "tokens"):
+    self._what, self._total, self._units, self._unit = what, total, units_per_step, unit
+    self._mark, self._shown = (start, time.perf_counter()), start
     self._every = max(1, total // _PLAIN_LINES)
     self._bar: Any = None
     if sys.stdout.isatty():
@@ -43,10 +44,10 @@ class Progress:
     """`done` steps are done; `note` says something about the last one."""
     if self._bar is not None:
       self._bar.update(self._task, completed=done, note=f"{note} {self._rate(done)}".strip())
-    elif done % self._every == 0 or done == self._total:
+    elif done // self._every > self._shown // self._every or done == self._total:
       print("  ".join(filter(None, [f"{self._what} {done}/{self._total}", note, self._rate(done)])), flush=True)
-      self._mark = (done, time.perf_counter())
+      self._mark, self._shown = (done, time.perf_counter()), done
 
   def _rate(self, done: int) -> str:
     since, when = self._mark
-    return f"{(done - since) * self._tokens / max(time.perf_counter() - when, 1e-9):,.0f} tokens/s"
+    return f"{(done - since) * self._units / max(time.perf_counter() - when, 1e-9):,.0f} {self._unit}/s"

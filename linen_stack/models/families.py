@@ -58,6 +58,8 @@ def language_model(config: StackConfig) -> LanguageModel:
 
   Raises ValueError or TypeError, with the key, for what is missing or does not fit.
   """
+  if config.model.hf is not None:
+    return config.published_model().clone(stack=config.build()[1])
   for key in ("vocab", "embed"):
     if getattr(config.model, key) is None:
       raise ValueError(f"the key 'model.{key}' is missing: a language model needs it")
