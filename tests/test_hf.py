@@ -12,8 +12,6 @@ from safetensors.numpy import load_file, save_file
 
 import linen_stack as ls
 from linen_stack import hf
-from linen_stack.hf_tensors import Folder
-from linen_stack.models import DecoderLayer, LanguageModel, families
 from linen_stack.stacked import is_box, value
 
 HERE = pathlib.Path(__file__).parent
@@ -25,7 +23,7 @@ LLAMA = HERE / "golden" / "llama"
 
 
 def name(x):
-  return x.name if isinstance(x, pathlib.Path) else "default" if x == {} else str(x)
+  return x.name if isinstance(x, pathlib.Path) else str(x)
 
 
 def stored(folder, prefix=""):
@@ -76,11 +74,13 @@ def test_logits_tokens_and_saving_back(folder, layout, tmp_path):
   check(folder, LAYOUTS[layout], tmp_path)
 
 
-# Other sizes, windows, cycles that start and end elsewhere: each in one of the layouts.
-@pytest.mark.parametrize("folder, options", [
-    (folder, [{}, {"scan": False}, {"param_axis": -1}][i % 3]) for i, folder in enumerate(MORE)], ids=name)
-def test_other_checkpoints(folder, options, tmp_path):
-  check(folder, options, tmp_path)
+# Other sizes, windows, cycles that start and end elsewhere: each in one layout.
+OTHER_LAYOUTS = {"mistral": {}, "deepseek_direct": {}, "llama_biases": {"scan": False}, "qwen3_windows": {"scan": False}}
+
+
+@pytest.mark.parametrize("folder", MORE, ids=name)
+def test_other_checkpoints(folder, tmp_path):
+  check(folder, OTHER_LAYOUTS.get(folder.name, {"param_axis": -1, "decode": "scan"}), tmp_path)
 
 
 def check(folder, options, tmp_path):
