@@ -69,7 +69,7 @@ class Checkpoint(NamedTuple):
     return out
 
 
-def load_model(folder: str | os.PathLike[str], *, dtype: DType = None, param_dtype: DType = None,
+def load_model(folder: str | os.PathLike[str], *, dtype: DType = None, param_dtype: DType = None, device: Any = None,
                **stack: Any) -> tuple[LanguageModel, dict[str, Any]]:
   """The model of a folder and its variables: `model.apply(variables, tokens)` gives logits `[batch, seq, vocab]`.
 
@@ -77,6 +77,8 @@ def load_model(folder: str | os.PathLike[str], *, dtype: DType = None, param_dty
     folder: `config.json` and safetensors files.
     dtype: of the computation. Default: that of the parameters.
     param_dtype: of the parameters. Default: each as it is stored.
+    device: where the parameters go: a device or sharding, or a function (path, leaf) -> device or sharding, path being
+      "layers/attention/query/kernel" and leaf of numpy. Default: JAX's default device.
     **stack: options of `StackedDecoder`: scan, param_axis, remat, ...
 
   Raises:
@@ -85,7 +87,10 @@ def load_model(folder: str | os.PathLike[str], *, dtype: DType = None, param_dty
       and tensors that are not the model's (lists them).
   """
   checkpoint = open_checkpoint(folder, dtype=dtype, param_dtype=param_dtype, **stack)
-  leaves = {path: jax.device_put(checkpoint.read(path)) for path in checkpoint.leaves}
+  leaves = {}
+  for path in checkpoint.leaves:
+    leaf = checkpoint.read(path)
+    leaves[path] = jax.device_put(leaf, device(path, leaf) if callable(device) else device)
   return checkpoint.model, {"params": traverse_util.unflatten_dict(leaves, sep="/")}
 
 

@@ -4,6 +4,8 @@ import pathlib
 import shutil
 
 from flax import traverse_util
+import hypothesis
+from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 import linen_stack as ls
 from linen_stack import hf
 from linen_stack.stacked import is_box, value
+from tests.reference import layers_of
 
 HERE = pathlib.Path(__file__).parent
 GOLDEN = sorted(path.parent for path in (HERE / "golden").glob("*/config.json"))
@@ -159,6 +162,37 @@ def test_checkpoints_are_read_leaf_by_leaf(folder):
   _, variables = hf.load_model(folder)
   for path, leaf in traverse_util.flatten_dict(variables["params"], sep="/").items():
     np.testing.assert_array_equal(checkpoint.read(path), leaf)
+
+
+def test_parameters_go_where_they_are_sent():
+  mesh = jax.make_mesh((4,), ("x",))
+  split = jax.NamedSharding(mesh, jax.P(None, "x"))
+  whole = jax.NamedSharding(mesh, jax.P())
+  _, variables = hf.load_model(LLAMA, device=lambda path, leaf: split if path.endswith("kernel") and leaf.ndim > 2 else whole)
+  _, before = hf.load_model(LLAMA)
+  jax.tree.map(np.testing.assert_array_equal, variables, before)
+  assert variables["params"]["layers"]["feed_forward"]["wo"]["kernel"].sharding == split
+  assert variables["params"]["final_norm"]["scale"].sharding == whole
+  _, variables = hf.load_model(LLAMA, device=jax.devices()[2])
+  assert {leaf.device for leaf in jax.tree.leaves(variables)} == {jax.devices()[2]}
+
+
+@hypothesis.given(kinds=st.lists(st.sampled_from(["full_attention", "sliding_attention"]), min_size=1, max_size=12),
+                  axis=st.sampled_from([0, 1, 2, -1]), scan=st.booleans())
+@hypothesis.example(kinds=(["sliding_attention"] * 5 + ["full_attention"]) * 4 + ["sliding_attention"] * 2, axis=0, scan=True)
+@hypothesis.settings(deadline=None, max_examples=20)
+def test_tensors_of_a_layer_land_in_that_layer(kinds, axis, scan):
+  config = {**hf.read_config(HERE / "golden" / "gemma3"), "num_hidden_layers": len(kinds), "layer_types": kinds}
+  model = hf.model_from_config(config, param_axis=axis, scan=scan)
+  tree = {}
+  for path, leaf in hf.mapping(model).items():
+    tree[path] = np.full(leaf.shape, -1)
+    for row in leaf.rows:
+      tree[path][row.index] = -2 if row.layer is None else row.layer
+  layers = layers_of({"params": traverse_util.unflatten_dict(tree, sep="/")}, model.stack.plan, axis, scan)
+  assert len(layers) == len(kinds)
+  for i, layer in enumerate(layers):
+    assert len(jax.tree.leaves(layer)) == 13 and all((leaf == i).all() for leaf in jax.tree.leaves(layer))
 
 
 # Dtypes
