@@ -97,22 +97,27 @@ def load(path: pathlib.Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
   Raises CheckpointError where the checkpoint holds something else.
   """
   wanted = {name: abstract[name] for name in ("variables", "optimizer") if name in abstract}
-  _check_shapes(path, wanted)
+  stored = _check_shapes(path, wanted)
   here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), wanted)
+  # A model that came from elsewhere may have leaves of other dtypes than `init` gives; they are not cast.
+  wanted["variables"] = jax.tree_util.tree_map_with_path(
+      lambda keys, x: jax.ShapeDtypeStruct(x.shape, stored[_path(keys)], sharding=x.sharding), wanted["variables"])
   with reading(path), ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
     restored = reader.restore(path, ocp.args.Composite(**{k: ocp.args.StandardRestore(v) for k, v in wanted.items()}))
   step = int(path.name) if path.name.isdecimal() else 0  # a copy under another name serves to generate
   return {**{name: restored[name] for name in wanted}, "step": jnp.asarray(step, jnp.int32)}
 
 
-def _check_shapes(path: pathlib.Path, wanted: Mapping[str, Any]) -> None:
+def _check_shapes(path: pathlib.Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
+  """The dtypes of the stored variables, by path. Raises CheckpointError where they are not those of the model."""
   for name in wanted:
     if not (path / name).is_dir():
       raise CheckpointError(f"the checkpoint {path} is not whole: it has no {name}")
   with reading(path), ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
     stored = reader.metadata(path / "variables").item_metadata.tree
   check_same_shapes(path, stored, wanted["variables"])
+  return {_path(keys): leaf.dtype for keys, leaf in jax.tree_util.tree_leaves_with_path(stored)}
 
 
 def check_same_shapes(path: pathlib.Path, stored: Any, expected: Any) -> None:

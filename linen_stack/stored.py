@@ -162,6 +162,7 @@ def save(folder: pathlib.Path, step: int, items: Mapping[str, Any], documents: M
   partial = folder.parent / f".{folder.name}.partial-{os.getpid()}"
   try:
     folder.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(folder)
     checkpoints.check_space(folder.parent, sum(nbytes(leaf) for tree in items.values() for leaf in jax.tree.leaves(tree)))
     made, done = _save_empty(partial / str(step), items, documents), 0
     for path, leaf in made:
@@ -176,18 +177,29 @@ def save(folder: pathlib.Path, step: int, items: Mapping[str, Any], documents: M
   return folder / str(step)
 
 
+def _remove_abandoned(folder: pathlib.Path) -> None:
+  """Removes what is left of earlier attempts whose processes were killed."""
+  for partial in folder.parent.glob(f".{folder.name}.partial-*"):
+    try:
+      os.kill(int(partial.name.rpartition("-")[2]), 0)  # signal 0: is it there?
+    except ProcessLookupError:
+      shutil.rmtree(partial, ignore_errors=True)
+    except (ValueError, PermissionError):
+      pass
+
+
 def _save_empty(path: pathlib.Path, items: Mapping[str, Any], documents: Mapping[str, Any]) -> list[tuple[pathlib.Path, Any]]:
   """A checkpoint whose arrays have no values; returns those arrays, and the leaf of each."""
   handlers = {name: _EmptyArrays() for name in items}
-  of_items = {name: ocp.PyTreeCheckpointHandler(
-      use_ocdbt=False, type_handler_registry=ocp.type_handlers.create_type_handler_registry((_Empty, handler)))
-              for name, handler in handlers.items()}
-  of_documents = {name: ocp.JsonCheckpointHandler() for name in documents}
-  with (checkpoints.quiet(after_failure=True),
-        ocp.Checkpointer(ocp.CompositeCheckpointHandler(**of_items, **of_documents)) as writer):
-    writer.save(path, ocp.args.Composite(
-        **{name: ocp.args.PyTreeSave(jax.tree.map(_Empty, tree)) for name, tree in items.items()},
-        **{name: ocp.args.JsonSave(dict(content)) for name, content in documents.items()}))
+  with checkpoints.quiet(after_failure=True):
+    of_items = {name: ocp.PyTreeCheckpointHandler(
+        use_ocdbt=False, type_handler_registry=ocp.type_handlers.create_type_handler_registry((_Empty, handler)))
+                for name, handler in handlers.items()}
+    of_documents = {name: ocp.JsonCheckpointHandler() for name in documents}
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**of_items, **of_documents)) as writer:
+      writer.save(path, ocp.args.Composite(
+          **{name: ocp.args.PyTreeSave(jax.tree.map(_Empty, tree)) for name, tree in items.items()},
+          **{name: ocp.args.JsonSave(dict(content)) for name, content in documents.items()}))
   return [(path / item / name, leaf) for item, handler in handlers.items() for leaf, name in handler.made]
 
 

@@ -40,6 +40,8 @@ COMMANDS: dict[str, Command] = {
         "linen_stack.commands.train", ("CONFIG",), "train a model on text, and measure it on held-out text"),
     "generate": Command(
         "linen_stack.commands.generate", ("CHECKPOINT",), "continue a text with a trained model"),
+    "convert": Command(
+        "linen_stack.commands.convert", ("SRC", "DST"), "a checkpoint in another layout, from a Hugging Face folder, or as one"),
 }
 
 

@@ -44,7 +44,7 @@ class Progress:
     """`done` steps are done; `note` says something about the last one."""
     if self._bar is not None:
       self._bar.update(self._task, completed=done, note=f"{note} {self._rate(done)}".strip())
-    elif done // self._every > self._shown // self._every or done == self._total:
+    elif done // self._every > self._shown // self._every or done == self._total > self._shown:
       print("  ".join(filter(None, [f"{self._what} {done}/{self._total}", note, self._rate(done)])), flush=True)
       self._mark, self._shown = (done, time.perf_counter()), done
 

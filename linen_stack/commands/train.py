@@ -18,9 +18,12 @@ from linen_stack.commands import CommandError, options, plain_errors
 from linen_stack.commands import plan as plan_command
 from linen_stack.commands.progress import Progress
 from linen_stack.config import StackConfig
+from linen_stack.specs import LayerSpec
 
 # Keys of the config that decide what stands in a checkpoint and what its numbers mean.
 _LAYOUT = ("model", "stack.scan", "stack.param_axis")
+# Of the model section, the keys that say which layers there are, in which segments.
+_ARRANGEMENT = ("family", "layer", "args", "num_layers", "specs", "segments", "pattern")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,10 +107,16 @@ def _text(config: StackConfig, path: str | None) -> text_lib.Text:
 
 def _check_same(config: StackConfig, text: text_lib.Text, checkpoint: pathlib.Path) -> None:
   """Raises where a checkpoint is of another model or text; says what else differs."""
-  ours, theirs = _flat(config.to_dict()), _flat(checkpoints.load_config(checkpoint).to_dict())
+  other = checkpoints.load_config(checkpoint)
+  ours, theirs = _flat(config.to_dict()), _flat(other.to_dict())
   changed = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
   said = {key: f"{key} (there {theirs.get(key)!r}, here {ours.get(key)!r})" for key in changed}
   layout = [said[key] for key in changed if any(key == part or key.startswith(f"{part}.") for part in _LAYOUT)]
+  if layout and _layers(config) == _layers(other):
+    how = ["--config CONFIG"] if any(key.startswith("model.") for key in said if said[key] in layout) else []
+    how += [f"--set {key}={str(ours[key]).lower()}" for key in said if said[key] in layout and key.startswith("stack.")]
+    raise CommandError(f"cannot resume from {checkpoint}: its layers are laid out in another way: {', '.join(layout)}. "
+                       f"`python -m linen_stack convert {checkpoint} NEW {' '.join(how)}` lays them out as here")
   if layout:
     raise CommandError(f"cannot resume from {checkpoint}: it is of another model: {', '.join(layout)}")
   trained_on = checkpoints.load_text(checkpoint)
@@ -117,6 +126,14 @@ def _check_same(config: StackConfig, text: text_lib.Text, checkpoint: pathlib.Pa
                        "pass the same --text")
   for key in changed:
     print(f"note: differs from the checkpoint: {said[key]}")
+
+
+def _layers(config: StackConfig) -> Any:
+  """What a model computes, however its layers are arranged in segments."""
+  around = {field.name: getattr(config.model, field.name) for field in dataclasses.fields(config.model)
+            if field.name not in _ARRANGEMENT}
+  with plain_errors(ValueError, TypeError):
+    return [LayerSpec(spec.cls, **spec.kwargs) for spec in config.plan().layers], around
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
