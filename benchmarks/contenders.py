@@ -63,8 +63,8 @@ def plan(layout: str, depth: int, size: Size) -> ls.Plan:
   if layout == "prefixed":
     return ls.Plan.homogeneous(b, 1, "first") + ls.Plan.homogeneous(a, depth - 1)
   block = {"cyclic": [a, b], "nested": [a, a, a, b]}[layout]
-  if depth % len(block):
-    raise ValueError(f"a {layout} decoder has a multiple of {len(block)} layers, not {depth}")
+  if depth % len(block) or depth == len(block):
+    raise ValueError(f"a {layout} decoder has a multiple of {len(block)} layers, at least two, not {depth}")
   return ls.Plan.cycle(block, depth)
 
 
