@@ -1,5 +1,9 @@
 """The mixture of experts: numbers and gradients against explicit formulas, programs, and sown losses."""
+import importlib.metadata
+import json
 import re
+import subprocess
+import sys
 
 import flax.linen as nn
 import jax
@@ -224,6 +228,20 @@ def test_a_policy_that_saves_experts_products_saves_what_they_are_sorted_by(pres
   names = primitives(jax.make_jaxpr(jax.grad(lambda v: jnp.sin(function(v, x)).sum()))(variables))
   assert names.count("top_k") == choices_made
   assert sum(name.startswith("ragged_dot") for name in names) == products
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("tpu")
+def test_operations_on_a_tpu_do_not_grow_with_the_number_of_experts():
+  done = subprocess.run([sys.executable, "-m", "tests.moe_programs"], capture_output=True, text=True, timeout=900,
+                        check=False)
+  lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+  assert lines, done.stderr[-3000:]
+  few, many = json.loads(lines[0][7:])
+  libtpu = tuple(map(int, importlib.metadata.version("libtpu").split(".")[:3]))
+  # What grows is the router's own product. Older compilers compute the gradient of the kernels densely.
+  for name in ("forward", "tokens") + (("kernels",) if libtpu >= (0, 0, 50) else ()):
+    assert many[name] < 1.3 * few[name], (name, few, many)
 
 
 def test_every_parameter_has_logical_axes():

@@ -2,7 +2,8 @@
 
 No token is dropped and no expert is padded. The (token, expert) pairs are sorted by expert, so that each expert's
 tokens are adjacent rows, and one grouped product (`jax.lax.ragged_dot`) multiplies every row by its own expert's
-matrix alone. (For the CPU, JAX compiles that product to a dense one with masks, which does cost all experts.)
+matrix alone. What that costs is up to the compiler: for a TPU as much as the chosen experts (libtpu 0.0.50; with 0.0.42
+the gradient of the experts' matrices still costs as much as all of them), for a CPU as much as all of them.
 
 Two routers, differing in what a score is: `sigmoid` (DeepSeek-V3, https://arxiv.org/abs/2412.19437) scores each expert
 by itself, `softmax` (Switch, Mixtral, Qwen) against the others. Scores are float32.
