@@ -5,8 +5,10 @@ from linen_stack.lifts import offload_params, remat
 from linen_stack.loops import scan, static_unroll
 from linen_stack.models.generate import generate
 from linen_stack.per_layer import per_layer
+from linen_stack.placement import host_shardings
 from linen_stack.plan import Plan, Segment, split_at, split_cycle, split_prefix
 from linen_stack.specs import LayerSpec
+from linen_stack.streaming import on_device
 from linen_stack.policies import RematPolicy
 from linen_stack.stack import StackedDecoder
 from linen_stack import convert, hf, inspect  # last: they read stacks

@@ -94,12 +94,13 @@ def load_text(path: pathlib.Path) -> dict[str, Any]:
 def load(path: pathlib.Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
   """The variables, and where `abstract` has it the optimiser's state, of the shapes in `abstract`.
 
-  Raises CheckpointError where the checkpoint holds something else.
+  Leaves go where their sharding in `abstract` says, wherever they were when they were written; without one, to the first
+  device. Raises CheckpointError where the checkpoint holds something else.
   """
   wanted = {name: abstract[name] for name in ("variables", "optimizer") if name in abstract}
   stored = _check_shapes(path, wanted)
   here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-  wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), wanted)
+  wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or here), wanted)
   # A model that came from elsewhere may have leaves of other dtypes than `init` gives; they are not cast.
   wanted["variables"] = jax.tree_util.tree_map_with_path(
       lambda keys, x: jax.ShapeDtypeStruct(x.shape, stored[_path(keys)], sharding=x.sharding), wanted["variables"])

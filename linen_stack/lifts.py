@@ -30,26 +30,29 @@ from linen_stack.policies import CARRY_TAG, RematPolicy
 # Parameters in host memory ----------------------------------------------------------------------------------------------
 
 
-def offload_params(target: Any, select: Callable[[str, Any], bool] | None = None, *, methods: Any = None) -> Any:
+def offload_params(target: Any, select: Callable[[str, Any], bool] | None = None, *, store: bool = False,
+                   methods: Any = None) -> Any:
   """Lets a layer compute with parameters that are stored in host memory: copies them to the device when it runs.
 
   Args:
     target: a module class, or a function whose first argument is a module.
     select: `select(path, leaf) -> bool`, which parameters are fetched; `path` as in "attention/query/kernel". Default:
       all. Parameters that are in host memory always are, and those on the device already are left alone.
+    store: also move what `select` names to host memory when the layer makes it, as `init` does. Under a loop, no more
+      than one layer's parameters are on the device then.
     methods: as in `nn.map_variables`.
 
   Returns:
     The class or function, wrapped. Variables and names are unchanged; other collections pass through.
   """
-
   if select is not None and not callable(select):
     raise TypeError(f"select must be a function select(path, leaf) -> bool, not {select!r}")
 
   def lifted(fn, select):
     def stage(pure, scopes, variables, rngs, *args, **kwargs):
-      fetched = tuple({**cols, "params": _fetch(cols["params"], select)} if "params" in cols else cols for cols in variables)
-      return pure(fetched, rngs, *args, **kwargs)
+      move = lambda trees, to: tuple({**cols, "params": to(cols["params"], select)} if "params" in cols else cols for cols in trees)
+      result, changed = pure(move(variables, _fetch), rngs, *args, **kwargs)
+      return result, move(changed, _store) if store else changed
 
     return lift(fn, stage, "offload_params")
 
@@ -62,14 +65,22 @@ def all_but_fetched(prim: Any, *_: Any, **__: Any) -> bool:
 
 
 def _fetch(params: Any, select: Callable[[str, Any], bool] | None) -> Any:
-  def fetch(path, leaf):
+  # A leaf that is in host memory after all has to be fetched to be of any use.
+  wanted = lambda path, leaf: select is None or select(path, leaf) or jax.typeof(leaf).memory_space == jax.memory.Space.Host
+  return _moved(params, wanted, jax.memory.Space.Device)
+
+
+def _store(params: Any, select: Callable[[str, Any], bool] | None) -> Any:
+  return _moved(params, lambda path, leaf: select is None or select(path, leaf), jax.memory.Space.Host)
+
+
+def _moved(params: Any, wanted: Callable[[str, Any], bool], space: jax.memory.Space) -> Any:
+  def move(path, leaf):
     # Boxed parameters end in the box's own key.
     keys = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
-    # A leaf that is in host memory after all has to be fetched to be of any use.
-    wanted = select is None or select("/".join(keys), leaf) or jax.typeof(leaf).memory_space == jax.memory.Space.Host
-    return jax.device_put(leaf, jax.memory.Space.Device) if wanted else leaf
+    return jax.device_put(leaf, space) if wanted("/".join(keys), leaf) else leaf
 
-  return jax.tree_util.tree_map_with_path(fetch, params)
+  return jax.tree_util.tree_map_with_path(move, params)
 
 
 # Remat --------------------------------------------------------------------------------------------------------------------

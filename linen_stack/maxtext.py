@@ -255,7 +255,10 @@ def _stack(fields: Fields) -> dict[str, Any]:
   if isinstance(axis, bool) or not isinstance(axis, int):
     raise TypeError(f"param_scan_axis must be an int, not {axis!r}")
   scan, offload = fields.flag("scan_layers", True), fields.flag("parameter_memory_host_offload", False)
-  if scan and offload and axis != 0:
+  if offload and not scan:
+    raise ValueError("parameter_memory_host_offload saves nothing with scan_layers false: outside of a loop the compiler "
+                     "fetches the parameters of many layers at once; set scan_layers true")
+  if offload and axis != 0:
     raise ValueError(f"parameter_memory_host_offload needs param_scan_axis 0, not {axis} (MaxText's default is 1): "
                      "along another axis the whole stack would be copied to take one layer out of it")
   return {"remat": _remat(fields), "scan": scan, "param_axis": axis, "offload_params": offload}

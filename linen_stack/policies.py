@@ -218,6 +218,13 @@ class RematPolicy:
     return dataclasses.replace(self, preset=None, levels=None, every=1)
 
   @property
+  def saved(self) -> RematPolicy:
+    """The same policy with all that it offloads saved on the device: for devices that lack the memory, and to compare."""
+    if jax_policies.offloads(self.base):
+      raise ValueError(f"base {called(self.base)} offloads by itself; give a base that saves, such as dots_with_no_batch_dims_saveable")
+    return dataclasses.replace(self, preset=None, save=self.names, offload=(), carry="save", offload_dst=_HOST)
+
+  @property
   def within(self) -> RematPolicy:
     """The policy of a single layer inside the regions that `levels` and `every` make."""
     if self.every > 1:

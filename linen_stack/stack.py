@@ -29,7 +29,7 @@ from linen_stack.per_layer import join, wrap
 from linen_stack.plan import Plan, Run, Segment
 from linen_stack.policies import RematPolicy
 from linen_stack.stacked import check_carry, strong
-from linen_stack.validation import check_stack, levels
+from linen_stack.validation import check_selection, check_stack, levels
 
 # What reports set to be handed each layer's program, as (segment, run, jaxpr), while a stack is initialised.
 observer: contextvars.ContextVar[Callable[[Segment, Run, Any], None] | None] = contextvars.ContextVar("observer", default=None)
@@ -115,11 +115,20 @@ class StackedDecoder(nn.Module):
   def selects(self, path: str, leaf: Any) -> bool:
     """Whether a layer's own (unstacked) parameter is one to keep in host memory."""
     if callable(self.offload_params):
-      return bool(self.offload_params(path, leaf))
+      chosen = bool(self.offload_params(path, leaf))
+      if chosen and len(leaf.shape) < 2 and leaf.dtype.itemsize < 4:
+        raise ValueError(f"offload_params selects {path!r}, {leaf.dtype} {list(leaf.shape)}: a TPU cannot take vectors of less than "
+                         "32 bits an element out of host memory layer by layer; select leaves with len(leaf.shape) >= 2")
+      return chosen
     if self.offload_params is False:
       return False
     least = MIN_OFFLOAD_BYTES if self.offload_params is True else self.offload_params
     return len(leaf.shape) >= 2 and leaf.size * leaf.dtype.itemsize >= least
+
+  @nn.nowrap
+  def _ask(self, call: Call, path: str, leaf: Any) -> bool:
+    call.asked[path] = self.selects(path, leaf)
+    return call.asked[path]
 
   @nn.compact
   def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -143,6 +152,8 @@ class StackedDecoder(nn.Module):
       x, outputs[segment.name] = self._segment(segment, x, call) if self.scan else self._apart(segment, x, call)
     if self.is_initializing():
       self._check_policies(call.seen)
+    if call.asked:
+      check_selection(self, call.asked)
     if not self.collect_outputs and not (call.per_layer and jax.tree.leaves(outputs)):
       return x
     if not jax.tree.leaves(outputs):
@@ -214,7 +225,7 @@ class StackedDecoder(nn.Module):
     if self.is_initializing():
       one_layer = lifts.observe(one_layer, functools.partial(call.see, observer.get(), segment, run))
     if self.offload_params is not False:
-      one_layer = lifts.offload_params(one_layer, self.selects)
+      one_layer = lifts.offload_params(one_layer, functools.partial(self._ask, call), store=True)
     policy = self.policy(segment.name)
     # Layer by layer over lists there is no loop that `levels` or `every` could shape: each layer is a region.
     policy = policy.alone if call.listed else policy.within

@@ -11,11 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from linen_stack import placement
 from linen_stack import text as text_lib
 from linen_stack.config_sections import TrainConfig
 from linen_stack.plan import Plan
+from linen_stack.streaming import on_device
 
 # State of training: {"variables": the model's variables, "optimizer": optax state, "step": [] int32, steps done}.
+# With `offload_params`, parameters and what the optimiser keeps for them are in host memory; gradients come back there.
 State = dict[str, Any]
 
 
@@ -26,22 +29,15 @@ def optimizer(config: TrainConfig, plan: Plan) -> optax.GradientTransformation:
       config.learning_rate * config.final_learning_rate)
 
   def is_matrix(params):
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: leaf.ndim - _stacked_axes(plan, path) >= 2, params)
+    def of_one_layer(path, leaf):
+      place = placement.find(plan, placement.keys(path))
+      return leaf.ndim - (0 if place is None else len(place.sizes)) >= 2
+
+    return jax.tree_util.tree_map_with_path(of_one_layer, params)
 
   return optax.chain(
       optax.clip_by_global_norm(config.clip_norm),
       optax.adamw(schedule, config.beta1, config.beta2, weight_decay=config.weight_decay, mask=is_matrix))
-
-
-def _stacked_axes(plan: Plan, path: tuple[Any, ...]) -> int:
-  """How many of a parameter's axes count layers."""
-  keys = tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
-  for segment in plan:
-    for run in segment.runs:
-      where = segment.path(run)
-      if keys[:len(where)] == where:
-        return len(segment.axes(run))
-  return 0
 
 
 def abstract_variables(model: nn.Module, seq: int = 8) -> Any:
@@ -51,20 +47,33 @@ def abstract_variables(model: nn.Module, seq: int = 8) -> Any:
 
 
 def abstract_state(model: nn.Module, tx: optax.GradientTransformation) -> State:
-  """The shapes and dtypes of `init_state`."""
-  return jax.eval_shape(lambda key: _init(model, tx, key), jax.random.key(0))
+  """The shapes and dtypes of `init_state`, and the shardings where parameters are in host memory."""
+  abstract = jax.eval_shape(lambda key: _init(model, tx.init, key), jax.random.key(0))
+  if model.stack.offload_params is False:
+    return abstract
+  shardings = {name: placement.host_shardings(model.stack, tree) for name, tree in abstract.items()}
+  return placement.with_shardings(abstract, shardings)
 
 
 def init_state(model: nn.Module, tx: optax.GradientTransformation, seed: int) -> State:
-  """A new model and optimiser."""
-  return jax.jit(lambda key: _init(model, tx, key))(jax.random.key(seed))
+  """A new model and optimiser. What belongs in host memory is made there, a layer at a time."""
+  shardings = _shardings(model, tx)
+  init = tx.init if shardings is None else on_device(tx.init, model.stack, out_shardings=shardings["optimizer"])
+  return jax.jit(lambda key: _init(model, init, key), out_shardings=shardings)(jax.random.key(seed))
 
 
-def _init(model: nn.Module, tx: optax.GradientTransformation, key: jax.Array) -> State:
+def _shardings(model: nn.Module, tx: optax.GradientTransformation) -> State | None:
+  """Where the state belongs; None: on the device, all of it."""
+  if model.stack.offload_params is False:
+    return None
+  return jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, tx))
+
+
+def _init(model: nn.Module, init: Callable[[Any], Any], key: jax.Array) -> State:
   variables = nn.unbox(model.init(key, jnp.zeros((1, 8), jnp.int32)))
   # What layers sow anew in every call is no state.
   variables = {name: tree for name, tree in variables.items() if name != "losses"}
-  return {"variables": variables, "optimizer": tx.init(variables["params"]), "step": jnp.zeros((), jnp.int32)}
+  return {"variables": variables, "optimizer": init(variables["params"]), "step": jnp.zeros((), jnp.int32)}
 
 
 def train_step(model: nn.Module, tx: optax.GradientTransformation, seed: int) -> Callable[..., Any]:
@@ -81,16 +90,23 @@ def train_step(model: nn.Module, tx: optax.GradientTransformation, seed: int) ->
     extra = sum(jnp.sum(leaf) for leaf in jax.tree.leaves(changed.pop("losses", {})))
     return loss + extra, (loss, changed)
 
+  def update(params, opt_state, grads):
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+  update = on_device(update, model.stack)
+
   def step(state: State, tokens: jax.Array) -> tuple[State, jax.Array]:
     params = state["variables"]["params"]
     others = {name: tree for name, tree in state["variables"].items() if name != "params"}
     key = jax.random.fold_in(jax.random.key(seed), state["step"])
     grads, (loss, changed) = jax.grad(loss_fn, has_aux=True)(params, others, tokens, key)
-    updates, opt_state = tx.update(grads, state["optimizer"], params)
-    variables = {"params": optax.apply_updates(params, updates), **others, **changed}
+    params, opt_state = update(params, state["optimizer"], grads)
+    variables = {"params": params, **others, **changed}
     return {"variables": variables, "optimizer": opt_state, "step": state["step"] + 1}, loss
 
-  return jax.jit(step, donate_argnums=0)
+  shardings = _shardings(model, tx)
+  return jax.jit(step, donate_argnums=0, out_shardings=None if shardings is None else (shardings, None))
 
 
 def held_out_bits(model: nn.Module, variables: Mapping[str, Any], held_out: np.ndarray, batch: int, seq: int,

@@ -14,6 +14,8 @@ from linen_stack.plan import Plan, Segment
 from linen_stack.specs import nearest
 from linen_stack.policies import RematPolicy
 
+HOST = "pinned_host"  # the memory that `jax.memory.Space.Host` is
+
 _CHOICES = {"inner": ("auto", "scan", "unroll"), "barrier": ("cse", "loop"), "decode": ("unroll", "scan")}
 
 
@@ -53,7 +55,7 @@ def _check_policies(stack: Any) -> None:
   for segment in stack.plan:
     policy = stack.policy(segment.name)
     if policy.offloads:
-      _check_memory_kind(policy.offload_dst)
+      check_memory_kind(policy.offload_dst, "the policy offloads to", remedy="policy.saved keeps those values on the device")
     if policy.levels is not None or policy.every > 1:
       if not stack.scan or stack.unroll > 1:
         raise ValueError(f"segment {segment.name!r}: {'levels' if policy.levels else 'every'} shapes the loop over layers and "
@@ -89,7 +91,13 @@ def _check_offload(stack: Any) -> None:
     raise TypeError(f"offload_params must be a bool, a number of bytes or select(path, leaf), not {offload!r}")
   if isinstance(offload, int) and offload < 0:
     raise ValueError(f"offload_params={offload}: a number of bytes cannot be negative; True, False or select(path, leaf) will do")
-  if offload is not False and stack.scan and stack.param_axis != 0:
+  if offload is False:
+    return
+  if not stack.scan:
+    raise ValueError("offload_params saves nothing with scan=False: outside of a loop the compiler fetches the parameters of "
+                     "many layers at once; set scan=True, or offload_params=False")
+  check_memory_kind(HOST, "offload_params keeps parameters in")
+  if stack.param_axis != 0:
     raise ValueError(f"offload_params needs param_axis=0, not {stack.param_axis}: along another axis the whole stack would be "
                      "copied to take one layer out of it; restack the checkpoint, or keep the parameters on device")
 
@@ -122,8 +130,18 @@ def _check_arguments(stack: Any) -> None:
           raise ValueError(f"{option}: layer {class_name(spec)} has no argument {name!r}; {nearest(name, known[1:])}")
 
 
-def _check_memory_kind(kind: str) -> None:
-  kinds = sorted({memory.kind for memory in jax.local_devices()[0].addressable_memories()})
+def check_memory_kind(kind: str, what: str, device: Any = None, remedy: str = "keep them on the device") -> None:
+  """Raises ValueError where a device (default: the first) lacks a memory."""
+  device = jax.local_devices()[0] if device is None else device
+  kinds = sorted({memory.kind for memory in device.addressable_memories()})
   if kind not in kinds:
-    raise ValueError(f"the policy offloads to {kind!r}, which {jax.default_backend()} devices do not have; "
-                     f"they have {', '.join(kinds)}")
+    raise ValueError(f"{what} {kind!r}, which {device.platform} devices do not have; they have {', '.join(kinds)}; {remedy}")
+
+
+def check_selection(stack: Any, asked: Mapping[str, bool]) -> None:
+  """Raises ValueError where `offload_params` selects none of the parameters that it was asked about."""
+  if stack.offload_params is False or any(asked.values()):
+    return
+  which = "True, matrices of at least 16 KiB a layer" if stack.offload_params is True else stack.offload_params
+  raise ValueError(f"offload_params ({which}) selects none of the layers' parameters: {', '.join(list(asked)[:8])}; "
+                   "give a number of bytes from which on they go to the host, select(path, leaf), or False")

@@ -73,6 +73,8 @@ def take_layer(tree, plan, index, axis=0):
 
   def take(leaf):
     leaf = value(leaf)
+    if jax.typeof(leaf).memory_space == jax.memory.Space.Host:  # JAX refuses to index those
+      leaf = jax.device_put(leaf, jax.memory.Space.Device)
     for step in at.steps:  # the outer axis was added last, so it is taken out first
       leaf = jnp.take(leaf, step, axis=stacked_axis(axis, leaf.ndim))
     return leaf

@@ -213,8 +213,8 @@ def test_tensors_are_placed_by_custom_alone_as_in_maxtext():
 
 
 def test_scan_and_parameters():
-  stack = stack_of(scan_layers=False, param_scan_axis=0, parameter_memory_host_offload=True)
-  assert (stack.scan, stack.param_axis, stack.offload_params) == (False, 0, True)
+  stack = stack_of(scan_layers=False, param_scan_axis=0)
+  assert (stack.scan, stack.param_axis, stack.offload_params) == (False, 0, False)
   assert stack_of(param_scan_axis=0, parameter_memory_host_offload=True).offload_params is True
 
 
@@ -326,6 +326,8 @@ def local_layer(index, kind):
     ({"param_scan_axis": "1"}, TypeError, "param_scan_axis must be an int, not '1'"),
     ({"parameter_memory_host_offload": True}, ValueError,
      r"parameter_memory_host_offload needs param_scan_axis 0, not 1 \(MaxText's default is 1\)"),
+    ({"parameter_memory_host_offload": True, "param_scan_axis": 0, "scan_layers": False}, ValueError,
+     "parameter_memory_host_offload saves nothing with scan_layers false"),
     ({"parameter_memory_host_offload": 1}, TypeError, "parameter_memory_host_offload must be true or false, not 1"),
     ({"first_num_dense_layers": 5}, ValueError, "first_num_dense_layers is 5, but there are 4 layers"),
     ({"first_num_dense_layers": -1}, ValueError, "first_num_dense_layers must be at least 0"),

@@ -1,0 +1,275 @@
+"""`on_device`: functions over trees that stand partly in host memory, computed on the device, a layer at a time.
+
+JAX refuses arithmetic that mixes memories, and bringing everything over first is what does not fit. `on_device(fn, stack)`
+traces `fn` as if all of its arguments were on the device, and then runs the program so that of each parameter in host
+memory one layer is on the device at a time. Each operation is one of:
+
+    elementwise   put off until it is known what needs it, then done layer by layer: in one loop for each parameter,
+                      for i in range(layers): p[i], mu[i], nu[i] = what is wanted, from p[i], mu[i], nu[i], gradient[i]
+    whole sums    (and maxima, ...) a loop of their own over the layers, at once, such as a global norm
+    all others    done at once; what they need of the host comes over whole
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax.extend import core
+import jax.numpy as jnp
+
+from linen_stack import placement
+from linen_stack.lifting import is_array, split_static
+from linen_stack.plan import Plan
+
+_HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+
+_ELEMENTWISE = frozenset("""
+    abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp conj convert_element_type copy copy_p cos cosh
+    digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt
+    max min mul name ne neg nextafter not or pow real reduce_precision rem round rsqrt select_n shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor
+""".split())
+_REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or".split())
+_CALLS = frozenset("jit pjit closed_call core_call custom_jvp_call custom_vjp_call".split())
+
+
+def on_device(fn: Callable[..., Any], stack: Any = None, *, out_shardings: Any = None) -> Callable[..., Any]:
+  """`fn` over trees of which any leaf may be in host memory; for optimisers' updates, norms, averages.
+
+  Example, for the inside of a jitted train step::
+
+    def update(params, opt_state, grads):
+      updates, opt_state = tx.update(grads, opt_state, params)
+      return optax.apply_updates(params, updates), opt_state
+
+    update = ls.on_device(update, stack)
+
+  The numbers are those of `fn` with everything on the device; sums over a leaf are added up layer by layer. Without a
+  leaf in host memory it is `fn` itself.
+
+  A result that is computed elementwise from leaves in host memory comes back in host memory, all others on the device.
+  A result that stands at the place of an argument, as `params` and `opt_state` do above, is written into that argument's
+  buffer: where the surrounding `jit` donates it, no second copy exists.
+
+  Args:
+    fn: a pure function of trees.
+    stack: the `StackedDecoder`, or its plan, whose parameters are in host memory; it says which axes count layers. Leaves
+      outside of it come over whole, one after the other, and without a stack all leaves do.
+    out_shardings: a tree, or a prefix of one, of shardings for the results, such as `ls.host_shardings` gives: results
+      are put in the memory that they name. For functions such as an optimiser's `init`, whose zeros come from nowhere.
+  """
+  plan = getattr(stack, "plan", stack)
+  if plan is not None and not isinstance(plan, Plan):
+    raise TypeError(f"stack must be a StackedDecoder or a Plan, not {stack!r}")
+
+  @functools.wraps(fn)
+  def streamed(*args: Any, **kwargs: Any) -> Any:
+    arrays, rebuild = split_static((args, kwargs))
+    if out_shardings is None and not any(map(_in_host, arrays)):
+      return fn(*args, **kwargs)
+
+    def call(*arrays):
+      args, kwargs = rebuild([jax.device_put(x, _DEVICE) if _in_host(x) else x for x in arrays])
+      return fn(*args, **kwargs)
+
+    program, shapes = jax.make_jaxpr(call, return_shape=True)(*arrays)
+    layers = lambda tree: [_layers(plan, *leaf) for leaf in jax.tree_util.tree_leaves_with_path(tree)]
+    of_args = {id(x): n for x, n in zip(jax.tree.leaves((args, kwargs)), layers((args, kwargs)))}
+    results = _run(program.jaxpr, program.consts, [_fetch(x, of_args[id(x)]) if _in_host(x) else x for x in arrays])
+    kinds = [None] * len(results)
+    if out_shardings is not None:
+      kinds = [sharding.memory_kind for sharding in jax.tree.leaves(jax.tree.broadcast(out_shardings, shapes))]
+    to_host = [_is_late(x) and bool(x.hosts) if kind is None else "host" in kind for x, kind in zip(results, kinds)]
+    for x, n in zip(results, layers(shapes)):
+      if _is_late(x) and not x.hosts:
+        x.layers = n
+    placed = _place(results, to_host, _same_places(args, shapes))
+    return jax.tree.unflatten(jax.tree.structure(shapes), placed)
+
+  return streamed
+
+
+def _layers(plan: Plan | None, path: tuple[Any, ...], leaf: Any) -> tuple[int, ...]:
+  """The sizes of a leaf's axes that count layers, if it can be taken layer by layer."""
+  place = placement.find(plan, placement.keys(path)) if plan is not None else None
+  # Compilers for TPU cannot take single vectors out of host memory.
+  return place.sizes if place is not None and place.fits(leaf) and leaf.ndim - len(place.sizes) >= 2 else ()
+
+
+@dataclasses.dataclass(eq=False)
+class _Late:
+  """A value not computed yet: an array in host memory that is to be fetched, or an elementwise operation."""
+
+  aval: Any
+  """Shape and dtype."""
+  layers: tuple[int, ...] = ()
+  """Sizes of the leading axes by which it is computed; none: as a whole."""
+  fetched: Any = None
+  """The array in host memory."""
+  eqn: Any = None
+  inputs: Sequence[Any] = ()
+  hosts: tuple[_Late, ...] = ()
+  """The fetched values that it is made of."""
+  whole: Any = None
+  """The value, once it was computed as a whole."""
+
+
+def _in_host(x: Any) -> bool:
+  return is_array(x) and jax.typeof(x).memory_space == _HOST
+
+
+def _is_late(x: Any) -> bool:
+  return isinstance(x, _Late)
+
+
+def _fetch(host: Any, layers: tuple[int, ...] = ()) -> _Late:
+  late = _Late(jax.typeof(host), layers, fetched=host)
+  late.hosts = (late,)
+  return late
+
+
+def _late(eqn: Any, inputs: Sequence[Any]) -> _Late:
+  late = list(filter(_is_late, inputs))
+  hosts = tuple(dict.fromkeys(host for x in late for host in x.hosts))
+  # All have one shape, so that what is known of one holds for all.
+  return _Late(eqn.outvars[0].aval, max((x.layers for x in late), key=len, default=()), eqn=eqn, inputs=inputs, hosts=hosts)
+
+
+# Tracing ----------------------------------------------------------------------------------------------------------------
+
+
+def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+  """Runs a program; elementwise operations on values that are late stay late."""
+  values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args]))
+  read = lambda atom: atom.val if isinstance(atom, core.Literal) else values[atom]
+  for eqn in jaxpr.eqns:
+    values.update(zip(eqn.outvars, _step(eqn, [read(atom) for atom in eqn.invars])))
+  return [read(atom) for atom in jaxpr.outvars]
+
+
+def _step(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
+  name, params, late = eqn.primitive.name, eqn.params, list(filter(_is_late, inputs))
+  if name == "device_put" and all(space == _DEVICE for space in params["devices"]):
+    return [_fetch(x) if _in_host(x) else x for x in inputs]
+  if name == "broadcast_in_dim" and not late and jnp.ndim(inputs[0]) == 0:
+    return [_late(eqn, inputs)]
+  if name in _CALLS:
+    inner = next(params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params)
+    closed = isinstance(inner, core.ClosedJaxpr)
+    return _run(inner.jaxpr if closed else inner, inner.consts if closed else (), inputs)
+  if late and name in _ELEMENTWISE:
+    return [_late(eqn, inputs)]
+  if late and name in _REDUCTIONS and late[0].hosts and late[0].layers and eqn.outvars[0].aval.ndim == 0:
+    return [_reduce(eqn, late[0])]
+  return _bind(eqn, list(map(_whole, inputs)))
+
+
+def _bind(eqn: Any, inputs: Sequence[Any], **changed: Any) -> Sequence[Any]:
+  out = eqn.primitive.bind(*inputs, **{**eqn.params, **changed})
+  return out if eqn.primitive.multiple_results else [out]
+
+
+# Computing --------------------------------------------------------------------------------------------------------------
+
+
+def _whole(x: Any) -> Any:
+  if not _is_late(x):
+    return x
+  if x.whole is None:
+    x.whole = jax.device_put(x.fetched, _DEVICE) if x.eqn is None else _bind(x.eqn, list(map(_whole, x.inputs)))[0]
+  return x.whole
+
+
+def _loop(layers: tuple[int, ...], body: Callable[[Any, tuple[Any, ...]], tuple[Any, Any]], carry: Any) -> tuple[Any, Any]:
+  """`jax.lax.scan` over all layers, of which each is given by one index per axis."""
+  index = [i.ravel() for i in jnp.meshgrid(*map(jnp.arange, layers), indexing="ij")]
+  return jax.lax.scan(body, carry, tuple(index))
+
+
+def _layer(x: Any, at: tuple[Any, ...]) -> Any:
+  """One layer of an array, [1, ..., 1, ...]."""
+  sizes = (1,) * len(at) + x.shape[len(at):]
+  return jax.lax.dynamic_slice(x, (*at, *(0,) * (x.ndim - len(at))), sizes)
+
+
+def _put_layer(x: Any, new: Any, at: tuple[Any, ...]) -> Any:
+  return jax.lax.dynamic_update_slice(x, new, (*at, *(0,) * (x.ndim - len(at))))
+
+
+def _compute(x: Any, at: tuple[Any, ...], known: dict[_Late, Any]) -> Any:
+  """One layer of a value. `known` holds those of what is fetched, and remembers the others."""
+  if not _is_late(x):
+    return _layer(x, at) if jnp.ndim(x) else x
+  if x not in known:
+    changed = {"shape": (1,) * len(at) + x.aval.shape[len(at):]} if x.eqn.primitive.name == "broadcast_in_dim" else {}
+    (known[x],) = _bind(x.eqn, [_compute(y, at, known) for y in x.inputs], **changed)
+  return known[x]
+
+
+def _reduce(eqn: Any, x: _Late) -> Any:
+  def body(_, at):
+    known = {host: jax.device_put(_layer(host.fetched, at), _DEVICE) for host in x.hosts}
+    return None, _bind(eqn, [_compute(x, at, known)])[0]
+
+  _, parts = _loop(x.layers, body, None)
+  return _bind(eqn, [parts], axes=(0,))[0]
+
+
+def _place(results: Sequence[Any], to_host: Sequence[bool], places: Sequence[Any]) -> list[Any]:
+  """The results; those that go to the host, leaf by leaf. `places`: for each the argument that stands at its place."""
+  placed: list[Any] = [None] * len(results)
+  loops: dict[_Late, list[int]] = {}
+  for k, x in enumerate(results):
+    if to_host[k] and _is_late(x) and x.eqn is None:
+      placed[k] = x.fetched
+    elif to_host[k] and _is_late(x) and x.layers:
+      loops.setdefault(_first(x, results), []).append(k)
+    else:
+      whole = _whole(x)
+      placed[k] = jax.device_put(whole, _HOST) if to_host[k] and not _in_host(whole) else whole
+  for together in loops.values():
+    for k, array in zip(together, _compute_on_host([results[k] for k in together], [places[k] for k in together])):
+      placed[k] = array
+  return placed
+
+
+def _first(x: _Late, results: Sequence[Any]) -> _Late:
+  """One value for all results that are computed in one loop: those that have fetched values in common."""
+  hosts, before = dict.fromkeys(x.hosts), -1
+  while len(hosts) != before:
+    before = len(hosts)
+    for other in results:
+      if _is_late(other) and other.layers and any(host in hosts for host in other.hosts):
+        hosts.update(dict.fromkeys(other.hosts))
+  return min(hosts, key=id) if hosts else x
+
+
+def _compute_on_host(results: Sequence[_Late], places: Sequence[Any]) -> list[Any]:
+  """Computes results of one shape layer by layer into host memory, in place where an argument has their place."""
+  hosts = list(dict.fromkeys(host for x in results for host in x.hosts))
+  # For each result the fetched value whose buffer it takes.
+  target = [next((host for host in hosts if host.fetched is place and host.aval.dtype == x.aval.dtype), None)
+            for x, place in zip(results, places)]
+  own = [host for host in target if host is not None]
+
+  def body(buffers, at):
+    arrays = {host: host.fetched for host in hosts} | dict(zip(own, buffers))
+    known = {host: jax.device_put(_layer(array, at), _DEVICE) for host, array in arrays.items()}
+    out = [jax.device_put(_compute(x, at, known), _HOST) for x in results]
+    new = {host: layer for host, layer in zip(target, out) if host is not None}
+    written = [_put_layer(buffer, new[host], at) for host, buffer in zip(own, buffers)]
+    return written, [layer.reshape(layer.shape[len(at):]) for host, layer in zip(target, out) if host is None]
+
+  buffers, made = _loop(max((x.layers for x in results), key=len), body, [host.fetched for host in own])
+  buffers, made = iter(buffers), iter(made)
+  return [next(made).reshape(x.aval.shape) if host is None else next(buffers) for host, x in zip(target, results)]
+
+
+def _same_places(args: tuple[Any, ...], shapes: Any) -> list[Any]:
+  """For each leaf of the result the array that has its path among the arguments, or None."""
+  result = shapes if type(shapes) is tuple else (shapes,)  # a named tuple is one result
+  given = dict(jax.tree_util.tree_leaves_with_path(args))
+  return [given.get(path) for path, _ in jax.tree_util.tree_leaves_with_path(result)]

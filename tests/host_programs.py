@@ -1,0 +1,109 @@
+"""Compiles programs with host memory in them for a TPU that is not there; prints one JSON line of sizes per case.
+
+Run by test_tpu_host.py in a process of its own: the environment must be set before jax is imported.
+"""
+import json
+import os
+import sys
+
+os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="true")
+
+from flax import linen as nn  # noqa: E402
+import jax  # noqa: E402
+from jax.experimental import topologies  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+
+import linen_stack as ls  # noqa: E402
+from linen_stack.models.decoder import DecoderLayer  # noqa: E402
+from linen_stack.placement import with_shardings  # noqa: E402
+
+TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, weight_decay=0.1))
+
+
+def make_plan(kind, width):
+  """The reference layer in bfloat16: 12 alike; 4 repeats of a run of three and another; the same with two left over."""
+  layer = dict(embed=width, mlp=4 * width, num_heads=width // 64, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+  a, b = ls.LayerSpec(DecoderLayer, "a", **layer), ls.LayerSpec(DecoderLayer, "b", window=64, **layer)
+  return {"flat": lambda: ls.Plan.homogeneous(a, 12), "cycle": lambda: ls.Plan.cycle([a, a, a, b], 16),
+          "remainder": lambda: ls.Plan.cycle([a, a, a, b], 14), "one": lambda: ls.Plan.homogeneous(a, 1),
+          "prefix": lambda: ls.Plan.homogeneous(b, 1, "first") + ls.Plan.homogeneous(a, 12)}[kind]()
+
+
+def make_policy(text):
+  return eval(text, {"P": ls.RematPolicy}) if "P(" in text else text  # pylint: disable=eval-used
+
+
+def size_of(tree):
+  return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+class Program:
+  """Shapes and shardings of a stack, its input and its optimiser, on one device of a topology, or split over all of it."""
+
+  def __init__(self, plan="flat", topology="v5p:2x2x1", width=256, batch=1, seq=128, devices=1, remat="full", **options):
+    self.stack = ls.StackedDecoder(make_plan(plan, width), remat=make_policy(remat), **options)
+    chips = np.array(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[:devices])
+    mesh = jax.sharding.Mesh(chips, ("data",))
+    self.here = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    batched = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    self.example = jnp.zeros((1, 8, width), jnp.bfloat16)
+    boxed = jax.eval_shape(self.stack.init, jax.random.key(0), self.example)["params"]
+    rules = [("embed", "data" if devices > 1 else None)]
+    self.shardings = ls.host_shardings(self.stack, boxed, mesh, rules=rules)
+    self.params = with_shardings(nn.unbox(boxed), self.shardings)
+    self.opt_shardings = ls.host_shardings(self.stack, jax.eval_shape(TX.init, boxed), mesh, rules=rules)
+    self.opt_state = with_shardings(jax.eval_shape(TX.init, self.params), self.opt_shardings)
+    self.x = jax.ShapeDtypeStruct((batch, seq, width), jnp.bfloat16, sharding=batched)
+    self.key = jax.ShapeDtypeStruct((), jax.random.key(0).dtype, sharding=self.here)
+
+  def loss(self, params, x):
+    return jnp.mean(self.stack.apply({"params": params}, x).astype(jnp.float32) ** 2)
+
+  def grad(self):
+    out = (None, self.shardings)
+    return jax.jit(jax.value_and_grad(self.loss), out_shardings=out).lower(self.params, self.x)
+
+  def init(self):
+    """Parameters and the optimiser's state."""
+
+    def init(key):
+      params = nn.unbox(self.stack.init(key, self.example))["params"]
+      return params, ls.on_device(TX.init, self.stack, out_shardings=self.opt_shardings)(params)
+
+    return jax.jit(init, out_shardings=(self.shardings, self.opt_shardings)).lower(self.key)
+
+  def step(self):
+    """A whole train step: gradients, clipping, AdamW."""
+
+    def update(params, opt_state, grads):
+      updates, opt_state = TX.update(grads, opt_state, params)
+      return optax.apply_updates(params, updates), opt_state
+
+    def step(params, opt_state, x):
+      loss, grads = jax.value_and_grad(self.loss)(params, x)
+      return (*ls.on_device(update, self.stack)(params, opt_state, grads), loss)
+
+    out = (self.shardings, self.opt_shardings, None)
+    return jax.jit(step, donate_argnums=(0, 1), out_shardings=out).lower(self.params, self.opt_state, self.x)
+
+
+def sizes(program="grad", **options):
+  made = Program(**options)
+  memory = getattr(made, program)().compile().memory_analysis()
+  device, host = ({name: getattr(memory, f"{where}{name}_size_in_bytes") for name in ("argument", "output", "alias", "temp")}
+                  for where in ("", "host_"))
+  peak = device["argument"] + device["output"] - device["alias"] + device["temp"]
+  return {"temp": device["temp"], "args": device["argument"], "peak": peak, "host_temp": host["temp"],
+          "host_args": host["argument"], "host_out": host["output"], "host_alias": host["alias"],
+          "params": size_of(made.params), "layer": size_of(made.params) // made.stack.plan.num_layers}
+
+
+if __name__ == "__main__":
+  for case in json.loads(sys.argv[1]):
+    try:
+      result = sizes(**case)
+    except Exception as error:  # pylint: disable=broad-exception-caught
+      result = {"error": str(error)[:2000]}
+    print("RESULT " + json.dumps({"case": case, **result}), flush=True)
