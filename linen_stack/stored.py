@@ -129,19 +129,20 @@ class _EmptyArrays(ocp.type_handlers.NumpyHandler):
     for empty, info in zip(values, infos):
       leaf = empty.leaf
       await info.await_path_creation()
-      chunk = leaf.shape if _at_once(leaf) else leaf.block_shape
       await ts.open(
-          {"driver": "zarr", "kvstore": _place(info.parent_dir / info.name), "metadata": {"compressor": None}}, create=True,
-          dtype=ts.dtype(empty.dtype), shape=leaf.shape, chunk_layout=ts.ChunkLayout(chunk_shape=[max(n, 1) for n in chunk]))
+          {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{info.parent_dir / info.name}/"},
+           "metadata": {"compressor": None}}, create=True, dtype=ts.dtype(empty.dtype), shape=leaf.shape,
+          chunk_layout=ts.ChunkLayout(chunk_shape=[max(size, 1) for size in _chunk(leaf)]))
       self.made.append((leaf, info.name))
-
-
-def _place(path: Any) -> dict[str, str]:
-  return {"driver": "file", "path": f"{path}/"}
 
 
 def _at_once(leaf: Any) -> bool:
   return nbytes(leaf) <= SMALL or not hasattr(leaf, "blocks")
+
+
+def _chunk(leaf: Any) -> tuple[int, ...]:
+  """The shape of the pieces in which a leaf is written."""
+  return tuple(leaf.shape) if _at_once(leaf) else leaf.block_shape
 
 
 def save(folder: pathlib.Path, step: int, items: Mapping[str, Any], documents: Mapping[str, Any],
@@ -203,14 +204,26 @@ def _save_empty(path: pathlib.Path, items: Mapping[str, Any], documents: Mapping
   return [(path / item / name, leaf) for item, handler in handlers.items() for leaf, name in handler.made]
 
 
-def _fill(path: pathlib.Path, leaf: Any) -> Iterator[int]:
-  """Writes the values of a leaf; yields how many bytes each block had. Raises ValueError where blocks do not make the leaf."""
-  store = ts.open({"driver": "zarr", "kvstore": _place(path)}, open=True).result()
-  whole = [((slice(None),) * len(leaf.shape), np.asarray(leaf))] if _at_once(leaf) else leaf.blocks()
-  written = 0
-  for index, values in whole:
-    store[index].write(values, can_reference_source_data_indefinitely=True).result()
-    written += values.nbytes
-    yield values.nbytes
+def _fill(folder: pathlib.Path, leaf: Any) -> Iterator[int]:
+  """Writes the values of an array that is there; yields how many bytes each block has.
+
+  An array without compression is a file per chunk, with its values in C order. Tensorstore would write them as well, with
+  copies of each in the memory of its threads.
+
+  Raises ValueError where the blocks do not make the leaf.
+  """
+  chunk, written = _chunk(leaf), 0
+  blocks = iter([((slice(None),) * len(chunk), np.asarray(leaf))]) if _at_once(leaf) else leaf.blocks()
+  for index, values in blocks:
+    at = [i if isinstance(i, int) else (i.start or 0) // max(size, 1) for i, size in zip(index, chunk)]
+    size, values = values.nbytes, np.expand_dims(values, tuple(k for k, i in enumerate(index) if isinstance(i, int)))
+    if values.shape != chunk:  # at the end of an axis
+      values = np.pad(values, [(0, full - part) for full, part in zip(chunk, values.shape)])
+    with open(folder / (".".join(map(str, at)) or "0"), "xb") as file:
+      file.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+    del values  # before the next block is read
+    written += size
+    yield size
   if written != nbytes(leaf):
-    raise ValueError(f"{path.name}: {written} of {nbytes(leaf)} bytes were written")
+    raise ValueError(f"{folder.name}: {written} of {nbytes(leaf)} bytes were written")
+

@@ -111,14 +111,15 @@ def _check_same(config: StackConfig, text: text_lib.Text, checkpoint: pathlib.Pa
   ours, theirs = _flat(config.to_dict()), _flat(other.to_dict())
   changed = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
   said = {key: f"{key} (there {theirs.get(key)!r}, here {ours.get(key)!r})" for key in changed}
-  layout = [said[key] for key in changed if any(key == part or key.startswith(f"{part}.") for part in _LAYOUT)]
+  layout = [key for key in changed if any(key == part or key.startswith(f"{part}.") for part in _LAYOUT)]
+  listed = ", ".join(said[key] for key in layout)
   if layout and _layers(config) == _layers(other):
-    how = ["--config CONFIG"] if any(key.startswith("model.") for key in said if said[key] in layout) else []
-    how += [f"--set {key}={str(ours[key]).lower()}" for key in said if said[key] in layout and key.startswith("stack.")]
-    raise CommandError(f"cannot resume from {checkpoint}: its layers are laid out in another way: {', '.join(layout)}. "
+    how = ["--config CONFIG"] * any(key.startswith("model.") for key in layout)
+    how += [f"--set {key}={str(ours[key]).lower()}" for key in layout if key.startswith("stack.")]
+    raise CommandError(f"cannot resume from {checkpoint}: its layers are laid out in another way: {listed}. "
                        f"`python -m linen_stack convert {checkpoint} NEW {' '.join(how)}` lays them out as here")
   if layout:
-    raise CommandError(f"cannot resume from {checkpoint}: it is of another model: {', '.join(layout)}")
+    raise CommandError(f"cannot resume from {checkpoint}: it is of another model: {listed}")
   trained_on = checkpoints.load_text(checkpoint)
   if trained_on != text.fingerprint():
     raise CommandError(f"cannot resume from {checkpoint}: it was trained on another text "
