@@ -125,37 +125,35 @@ class _Model:
                        levels=policy.levels, every=policy.every)
 
   def candidate(self, policy: RematPolicy, presets: tuple[str, ...]) -> Candidate:
-    recompute, shards, layers = self.recompute, self.estimator.shards, self.layers
+    recompute, shards = self.recompute, self.estimator.shards
     if not policy.remat:
       device, seconds, flops = recompute.everything, self.estimator.none.seconds, 0.0
       return Candidate(policy, seconds, flops, round(device / shards), 0, presets)
+    layers = sum(stack.plan.num_layers for stack in self.estimator.program.stacks)
     alone = recompute.of(policy.names)
     region = recompute.of(policy.names, region=True)
     saved, offloaded = (sum(alone.kept.get(name, 0) for name in names) for names in (policy.save, policy.offload))
-    carries, working = recompute.carry, 0.0
-    cost = alone.cost
+    carries, working, inside, cost = recompute.carry, 0.0, 0.0, alone.cost
     if policy.every > 1:
-      cost = region.cost
+      # Inside a region nothing is rematerialised: all that its layers compute waits, one region at a time.
+      cost, inside = region.cost, recompute.everything
       carries /= policy.every
-      working = policy.every * recompute.everything / layers
+      working = policy.every * inside / layers
     elif policy.levels:
-      cost = alone.cost + region.cost
+      cost, inside = alone.cost + region.cost, recompute.carry
       carries *= policy.levels[0] / layers
-      working = policy.levels[1] * recompute.largest_carry
-    # A value on its way to the host or back has two buffers: one travels while the other is computed with.
-    on_the_way = 2 * sum(alone.largest.get(name, 0) for name in policy.offload)
+      working = policy.levels[1] * recompute.carry / layers
+    # What is on its way to the host or back has two buffers: one travels while the other is computed with. Runs inside a
+    # cycle are straight-line code then, so that all layers of a repeat are on their way together.
+    on_the_way = 2 * sum(alone.in_step.get(name, 0) for name in policy.offload)
     if policy.carry == "offload":
-      on_the_way += 2 * recompute.largest_carry
+      on_the_way += 2 * recompute.carry_in_step
       offloaded += carries
       carries = 0.0
-    moved = saved + offloaded + carries
+    moved = saved + offloaded + carries + inside
     base = recompute.of(())
     seconds = (self.full + cost.seconds - base.cost.seconds
                + 2 * (moved - recompute.carry) / self.estimator.chip.bandwidth / self.estimator.program.mesh.size)
     seconds = self.estimator.seconds(seconds, offloaded)
     return Candidate(policy, seconds, cost.flops, round((saved + carries + working + on_the_way) / shards),
                      round(offloaded / shards), presets)
-
-  @property
-  def layers(self) -> int:
-    return max(1, round(self.recompute.carry / max(1, self.recompute.largest_carry)))

@@ -99,8 +99,8 @@ class Walk:
 
   def __init__(self, chip: Chip | None = None, devices: int = 1, kept: Collection[str] = ()):
     self._chip, self._devices, self._kept = chip, devices, frozenset(kept)
-    self.used: dict[tuple[int, ...], tuple[str, int, int]] = {}
-    """Name, bytes, and how often the loops around it run, of each kept value that was needed."""
+    self.used: dict[tuple[int, ...], tuple[str, int, tuple[int, ...]]] = {}
+    """Name, bytes, and lengths of the loops around it, outermost first, of each kept value that was needed."""
 
   def run(self, jaxpr: Any, live: Sequence[bool], trips: tuple[int, ...] = (),
           path: tuple[int, ...] = ()) -> tuple[Cost, list[bool]]:
@@ -114,7 +114,7 @@ class Walk:
         continue
       if tag_name(eqn) in self._kept:
         aval = eqn.outvars[0].aval
-        self.used[(*path, at)] = (tag_name(eqn), _bytes(aval), math.prod(trips))
+        self.used[(*path, at)] = (tag_name(eqn), _bytes(aval), trips)
         continue
       spent, ins = self._equation(eqn, outs, trips, (*path, at))
       total += spent

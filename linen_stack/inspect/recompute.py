@@ -29,8 +29,8 @@ class Recomputed:
   """Of what is computed again."""
   kept: dict[str, int]
   """Bytes of each name that the backward pass then reads. A name that is not here would be kept in vain."""
-  largest: dict[str, int]
-  """Of each of them, bytes in one layer."""
+  in_step: dict[str, int]
+  """Of each of them, bytes in one step of the outermost loops."""
 
 
 class Recompute:
@@ -52,12 +52,12 @@ class Recompute:
     names = {name for eqn in equations(self._jaxpr) if (name := tag_name(eqn)) is not None}
     self.names: tuple[str, ...] = tuple(sorted(names - {CARRY_MARK, CARRY_NAME, CARRY_TAG}))
     """Tags that a policy can keep."""
-    entering = self.of((CARRY_MARK,))
-    self.carry, self.largest_carry = entering.kept.get(CARRY_MARK, 0), entering.largest.get(CARRY_MARK, 0)
     sizes = {id(var): math.prod(var.aval.shape) * var.aval.dtype.itemsize
              for var, wanted in zip(self._jaxpr.outvars, self._live) if wanted}
     self.everything = sum(sizes.values())
     """Bytes that are kept in layers without remat."""
+    entering = self.of((CARRY_MARK,))
+    self.carry, self.carry_in_step = entering.kept.get(CARRY_MARK, 0), entering.in_step.get(CARRY_MARK, 0)
 
   def of(self, names: Iterable[str], region: bool = False) -> Recomputed:
     """What is recomputed where `names` are kept. `region`: by layers that follow one another in a loop, of which only the
@@ -66,13 +66,16 @@ class Recompute:
     if key not in self._known:
       walk = flops.Walk(self._chip, self._devices, key[1] if region else {*key[1], CARRY_MARK})
       cost, _ = walk.run(self._jaxpr, self._live)
+      # The program hands out what a layer that runs again uses at once.
+      cost = dataclasses.replace(cost, bytes=cost.bytes - self.everything,
+                                 seconds=cost.seconds - self.everything / self._chip.bandwidth / self._devices)
       kept: dict[str, int] = {}
-      largest: dict[str, int] = {}
-      for name, size, steps in walk.used.values():
+      in_step: dict[str, int] = {}
+      for name, size, trips in walk.used.values():
         if name in key[1]:
-          kept[name] = kept.get(name, 0) + size * steps
-          largest[name] = max(largest.get(name, 0), size)
-      self._known[key] = Recomputed(cost, kept, largest)
+          kept[name] = kept.get(name, 0) + size * math.prod(trips)
+          in_step[name] = in_step.get(name, 0) + size * math.prod(trips[1:])
+      self._known[key] = Recomputed(cost, kept, in_step)
     return self._known[key]
 
   def useful(self, most: int) -> tuple[str, ...]:
