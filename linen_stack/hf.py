@@ -4,13 +4,13 @@
     logits = model.apply(variables, tokens)
     ls.hf.save_model("path/to/new/folder", model, variables)
 
-A folder holds `config.json` and safetensors files. The config's `model_type` chooses the family (`models/families.py`), which
-knows the layers and what their tensors are called; the plan says where each tensor goes. Loading and saving are exact: every
-tensor lands in one place, bit for bit, and whatever is missing, too much or of another shape is an error.
+A folder holds `config.json` and safetensors files. The config's `model_type` chooses the family (`models/families.py`),
+which knows the layers and what their tensors are called; the plan says where each tensor goes. Loading and saving are
+exact: every tensor lands in one place, bit for bit, and whatever is missing, too much or of another shape is an error.
 
-Tensors of published files that are no part of the model are left out by name, never by accident: rotary frequencies, which
-follow from the config; an output projection that equals the embedding it is tied to; what a family lists as `ignored`; and
-of a model for more than text, all but its text model. They are not written back.
+Tensors of published files that are no part of the model are left out by name, never by accident: rotary frequencies,
+which follow from the config; an output projection that equals the embedding it is tied to; what a family lists as
+`ignored`; and of a model for more than text, all but its text model. They are not written back.
 """
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def load_model(folder: str | os.PathLike[str], *, dtype: DType = None, param_dty
 
   Raises:
     FileNotFoundError: for a folder without config or tensors.
-    TypeError, ValueError: for a family that is not known, a config that its layers cannot follow, a file that is cut short,
-      and tensors that are not the model's (lists them).
+    TypeError, ValueError: for a family that is not known, a config that its layers cannot follow, a file that is cut
+      short, and tensors that are not the model's (lists them).
   """
   checkpoint = open_checkpoint(folder, dtype=dtype, param_dtype=param_dtype, **stack)
   leaves = {}
@@ -109,7 +109,7 @@ def open_checkpoint(folder: str | os.PathLike[str], *, dtype: DType = None, para
   if ignored:
     logging.info("%s: %d tensors are no part of the model: %s", folder, len(ignored),
                  "; ".join(f"{name} ({reason})" for name, reason in list(ignored.items())[:SHOWN]))
-  dtypes = {path: leaf.dtype if param_dtype is not None else _stored_dtype(tensors, leaf) for path, leaf in leaves.items()}
+  dtypes = {path: _stored_dtype(tensors, leaf) if param_dtype is None else leaf.dtype for path, leaf in leaves.items()}
   for path, leaf_dtype in dtypes.items():
     if jax.dtypes.canonicalize_dtype(leaf_dtype) != leaf_dtype:
       raise ValueError(f"{path} is stored as {leaf_dtype}, which JAX holds only with jax_enable_x64; set that, or pass "
@@ -162,8 +162,8 @@ def model_from_config(config: Config, *, dtype: DType = None, param_dtype: DType
     return LayerSpec(made.cls, made.name, **made.kwargs, dtype=dtype, param_dtype=param_dtype)
 
   plan = plan_from_hf_config(full, spec)
-  model = LanguageModel(stack=StackedDecoder(plan, **stack), **family.options(full), dtype=dtype, param_dtype=param_dtype,
-                        hf_config=dict(text))
+  model = LanguageModel(stack=StackedDecoder(plan, **stack), **family.options(full), dtype=dtype,
+                        param_dtype=param_dtype, hf_config=dict(text))
   layer_modules(model)  # raises for sizes that do not fit together
   return model
 
@@ -191,8 +191,8 @@ def save_model(folder: str | os.PathLike[str], model: LanguageModel, variables: 
                max_shard_bytes: int = 5_000_000_000) -> None:
   """Writes a folder that the reference implementation of the model's family reads.
 
-  A model that was loaded keeps its `config.json`, unless it was changed since; otherwise the config is made from the model.
-  The folder appears under its name when all of it is written.
+  A model that was loaded keeps its `config.json`, unless it was changed since; otherwise the config is made from the
+  model. The folder appears under its name when all of it is written.
 
   Args:
     folder: what to make. It must not exist, or be empty.
@@ -210,7 +210,8 @@ def save_model(folder: str | os.PathLike[str], model: LanguageModel, variables: 
     raise ValueError(f"a checkpoint holds parameters alone; leave out the collections {', '.join(others)}")
   values = traverse_util.flatten_dict(jax.tree.map(value, variables.get("params", {}), is_leaf=is_box), sep="/")
   _check_variables(values, leaves)
-  announced = {row.tensor: (leaf.tensor_shape, values[path].dtype) for path, leaf in leaves.items() for row in leaf.rows}
+  announced = {row.tensor: (leaf.tensor_shape, values[path].dtype)
+               for path, leaf in leaves.items() for row in leaf.rows}
   config["dtype" if "dtype" in config else "torch_dtype"] = np.dtype(_usual_dtype(announced.values())).name
   with Writer(folder, announced, max_shard_bytes) as writer:
     writer.write_json("config.json", config)
@@ -221,7 +222,7 @@ def save_model(folder: str | os.PathLike[str], model: LanguageModel, variables: 
 
 
 def _describe(model: LanguageModel) -> tuple[Family, dict[str, Any]]:
-  """The family of a model and its config.json. Raises ValueError, with the reasons, for a model of no published family."""
+  """The family of a model and its config.json. Raises ValueError, with the reasons, where no family fits."""
   if not isinstance(model, LanguageModel):
     raise TypeError(f"model must be a LanguageModel, not a {type(model).__name__}")
   source = _thaw(model.hf_config)
@@ -283,12 +284,14 @@ def _stored_dtype(tensors: Folder, leaf: Leaf) -> np.dtype:
 def _ignored(tensors: Folder, family: Family, config: Config, model: LanguageModel) -> dict[str, str]:
   """Stored tensors that are no part of the model, with the reasons."""
   patterns = {**_DERIVED, **family.ignored({**family.defaults, **config})}
-  found = {name: reason for name in tensors.entries for pattern, reason in patterns.items() if re.fullmatch(pattern, name)}
+  found = {name: reason for name in tensors.entries
+           for pattern, reason in patterns.items() if re.fullmatch(pattern, name)}
   names = {tensor.path: tensor.name for tensor in family.tensors if not tensor.per_layer}
   head, table = names["lm_head/kernel"], names["token_embed/embedding"]
   if model.tie_embeddings and head in tensors.entries and table in tensors.entries:
     if not np.array_equal(tensors.read(head), tensors.read(table)):
-      raise ValueError(f"{head} differs from {table}, though tie_word_embeddings says that they are one; set it to false")
+      raise ValueError(f"{head} differs from {table}, though tie_word_embeddings says that they are one; set it to "
+                       "false")
     found[head] = f"equal to {table}, which it is tied to"
   return found
 

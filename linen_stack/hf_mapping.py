@@ -1,7 +1,8 @@
 """Which tensors of a Hugging Face checkpoint each leaf of a model's parameters is made of.
 
-The plan says where a layer's parameters stand, the family says what they are called. A leaf may be stacked over the repeats
-of a segment, over the layers of a run and over experts, at any param axis: each is one more index of a tensor's place.
+The plan says where a layer's parameters stand, the family says what they are called. A leaf may be stacked over the
+repeats of a segment, over the layers of a run and over experts, at any param axis: each is one more index of a tensor's
+place.
 """
 from __future__ import annotations
 
@@ -100,7 +101,7 @@ def leaves_of(model: Any, family: Family) -> dict[str, Leaf]:
 
 
 def _places(stack: Any) -> Iterator[tuple[Segment, Run, str, list[tuple[int, tuple[int, ...]]]]]:
-  """Where a stack's parameters stand: (segment, run, path, layers), a layer being its global index and its stacked ones."""
+  """Where parameters stand: (segment, run, path, layers), a layer being its global index and those of its axes."""
   for segment in stack.plan:
     first, size = stack.plan.offset(segment.name), len(segment.block)
     for run in segment.runs:
@@ -144,7 +145,8 @@ def _stacked(path: str, leaf: Any, tensor: Tensor, axes: tuple[tuple[str, int], 
       place = {None: slice(None), "expert": expert, **dict(enumerate(steps))}
       name = tensor.name.format(layer=layer, expert=expert)
       rows.append(Row(name, tuple(place[name] for name in names), layer, expert))
-  return Leaf(path, tuple(sizes), np.dtype(leaf.dtype), tuple(leaf.shape[tensor.per_expert:]), tensor.transform, tuple(rows))
+  row_shape = tuple(leaf.shape[tensor.per_expert:])
+  return Leaf(path, tuple(sizes), np.dtype(leaf.dtype), row_shape, tensor.transform, tuple(rows))
 
 
 def check_tensors(entries: Mapping[str, Entry], leaves: Mapping[str, Leaf], family: Family, ignored: Iterable[str],
@@ -176,8 +178,9 @@ def check_tensors(entries: Mapping[str, Entry], leaves: Mapping[str, Leaf], fami
       lines += [f"    {name}{detail(name)}" for name in names[:SHOWN]]
       lines += [f"    and {len(names) - SHOWN} more"] if len(names) > SHOWN else []
   depth = 1 + max((layer for layer in map(layer_of, stored) if layer is not None), default=-1)
-  count = f", and its tensors are of {depth} layers where num_hidden_layers is {num_layers}" if depth != num_layers else ""
-  raise ValueError(f"{where} does not hold the {family.name} model that its config.json describes{count}:\n" + "\n".join(lines))
+  other_depth = f", and its tensors are of {depth} layers where num_hidden_layers is {num_layers}"
+  raise ValueError(f"{where} does not hold the {family.name} model that its config.json describes"
+                   f"{other_depth if depth != num_layers else ''}:\n" + "\n".join(lines))
 
 
 def _layer_reader(family: Family) -> Any:

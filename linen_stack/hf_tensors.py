@@ -1,8 +1,8 @@
 """Folders of safetensors files: one file, or several with an index. Read and written one tensor at a time.
 
-A safetensors file is a header, which says of each tensor its dtype, shape and place, and the values after it. Reading goes
-through the safetensors package. Its writer takes all tensors of a file at once; the one here writes them one by one, so that
-what is in memory is never more than one of them.
+A safetensors file is a header, which says of each tensor its dtype, shape and place, and the values after it. Reading
+goes through the safetensors package. Its writer takes all tensors of a file at once; the one here writes them one by
+one, so that what is in memory is never more than one of them.
 """
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 # The names that safetensors gives to dtypes.
 _DTYPES: Mapping[str, np.dtype] = {name: np.dtype(dtype) for name, dtype in {
-    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16, "I64": np.int64, "I32": np.int32,
-    "I16": np.int16, "I8": np.int8, "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8, "BOOL": np.bool_,
+    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16, "BOOL": np.bool_,
+    "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8,
+    "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8,
 }.items()}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
@@ -77,9 +78,9 @@ class Folder:
       if Path(file).name != file or not (self.path / file).exists():
         raise FileNotFoundError(f"{self.path} lacks the file {file!r}, which {INDEX} names")
       entries = _entries(self.path / file)
-      for lacking, holder in ((tensors - entries.keys(), "the file lacks"), (entries.keys() - tensors, "the index lacks")):
+      for lacking, holder in ((tensors - entries.keys(), "file"), (entries.keys() - tensors, "index")):
         if lacking:
-          raise ValueError(f"{index} and {file} do not agree: {holder} {', '.join(sorted(lacking)[:10])}")
+          raise ValueError(f"{index} and {file} do not agree: the {holder} lacks {', '.join(sorted(lacking)[:10])}")
       self.entries.update(entries)
 
   def read(self, name: str) -> np.ndarray:
@@ -104,7 +105,8 @@ def _open(path: Path) -> Any:
     with open(path, "rb") as file:
       pointer = file.read(40).startswith(b"version https://git-lfs")
     hint = "it is a Git LFS pointer; fetch the file itself" if pointer else "it is cut short or not of this kind"
-    raise ValueError(f"{path} ({path.stat().st_size} bytes) is not a whole safetensors file: {hint} ({error})") from None
+    size = path.stat().st_size
+    raise ValueError(f"{path} ({size} bytes) is not a whole safetensors file: {hint} ({error})") from None
 
 
 def _entries(path: Path) -> dict[str, Entry]:
@@ -169,7 +171,8 @@ class Writer:
     tensors = {name: (tuple(shape), np.dtype(dtype)) for name, (shape, dtype) in tensors.items()}
     for name, (_, dtype) in tensors.items():
       if dtype not in _NAMES:
-        raise ValueError(f"tensor {name} has dtype {dtype}, which cannot be stored; these can: {', '.join(map(str, _NAMES))}")
+        raise ValueError(f"tensor {name} has dtype {dtype}, which cannot be stored; these can: "
+                         f"{', '.join(map(str, _NAMES))}")
     sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in tensors.items()}
     self.total_bytes = sum(sizes.values())
     shards, room = [_Shard({})], max_shard_bytes

@@ -12,8 +12,8 @@ from linen_stack.stacked import is_box
 from linen_stack.tags import equations, tag_name
 
 SIZES = dict(embed=16, mlp=24, num_heads=4, num_kv_heads=2, head_dim=6)
-TAGS = ["attention_out", "context", "decoder_layer_input", "key_proj", "mlpwi_0", "mlpwi_1", "mlpwo", "out_proj", "query_proj",
-        "value_proj"]
+TAGS = ["attention_out", "context", "decoder_layer_input", "key_proj", "mlpwi_0", "mlpwi_1", "mlpwo", "out_proj",
+        "query_proj", "value_proj"]
 SCALING = {"rope_type": "linear", "factor": 8.0}
 VARIANTS = {
     "global": dict(rope_scaling=SCALING),
@@ -64,7 +64,8 @@ def formula(params, x, *, window=None, query_pre_attn_scalar=6, rope_theta=1e6, 
   for t in range(seq):
     first = 0 if window is None else max(0, t - window + 1)
     for head in range(4):
-      scores = np.einsum("bd,bsd->bs", query[:, t, head], key[:, first:t + 1, head // 2]) / np.sqrt(query_pre_attn_scalar)
+      scores = np.einsum("bd,bsd->bs", query[:, t, head], key[:, first:t + 1, head // 2])
+      scores /= np.sqrt(query_pre_attn_scalar)
       weights = np.exp(scores - scores.max(-1, keepdims=True))
       weights /= weights.sum(-1, keepdims=True)
       context[:, t, head] = np.einsum("bs,bsd->bd", weights, value[:, first:t + 1, head // 2])
@@ -176,7 +177,8 @@ def test_the_scale_of_embeddings_is_rounded_to_the_dtype_of_the_computation():
   variables = variables_of(model, tokens)
   # A layer of zeros hands on what it is given. 48 ** 0.5 is 6.928, which rounds to 6.9375.
   empty = {**variables["params"], "layers": jax.tree.map(jnp.zeros_like, variables["params"]["layers"])}
-  _, state = jax.jit(lambda v: model.apply(v, tokens, capture_intermediates=lambda m, _: m.name == "layers"))({"params": empty})
+  capture = dict(capture_intermediates=lambda module, _: module.name == "layers")
+  _, state = jax.jit(lambda v: model.apply(v, tokens, **capture))({"params": empty})
   given = state["intermediates"]["layers"]["__call__"][0]
   table = variables["params"]["token_embed"]["embedding"]
   np.testing.assert_array_equal(given[0], table * jnp.asarray(6.9375, jnp.bfloat16))

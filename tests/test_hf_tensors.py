@@ -144,8 +144,8 @@ def test_a_file_that_is_cut_short(tmp_path, cut):
   save_file(TENSORS, tmp_path / SINGLE)
   data = (tmp_path / SINGLE).read_bytes()
   (tmp_path / SINGLE).write_bytes(data[:cut])
-  with pytest.raises(ValueError, match=f"model.safetensors .{len(data[:cut])} bytes. is not a whole safetensors file: it is "
-                                       "cut short"):
+  with pytest.raises(ValueError, match=f"model.safetensors .{len(data[:cut])} bytes. is not a whole safetensors file: "
+                                       "it is cut short"):
     Folder(tmp_path)
 
 
@@ -170,7 +170,8 @@ def test_indices_are_checked(tmp_path):
   raises(ValueError, "do not agree: the index lacks odd",
          {name: file for name, file in right["weight_map"].items() if name != "odd"})
   raises(FileNotFoundError, "lacks the file 'gone.safetensors'", {**right["weight_map"], "b": "gone.safetensors"})
-  raises(FileNotFoundError, "lacks the file '../out/", {**right["weight_map"], "a": "../out/" + right["weight_map"]["a"]})
+  raises(FileNotFoundError, "lacks the file '../out/",
+         {**right["weight_map"], "a": "../out/" + right["weight_map"]["a"]})
   for text in ("", "[]", "{}", '{"weight_map": 3}'):
     index.write_text(text)
     with pytest.raises(ValueError, match="is not an index"):

@@ -20,12 +20,13 @@ SCALED = {
              [1, 0.2569351, 0.0625, 0.01383497, 0.0025, 0.0007905695, 0.00025, 7.905695e-05], 1.138629),
     "yarn, untruncated": (16, 100000.0, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512,
                                          "truncate": False, "beta_fast": 16, "beta_slow": 2},
-                          [1, 0.2371374, 0.03087386, 0.003333804, 0.0007905695, 0.0001874735, 4.445699e-05, 1.054241e-05],
-                          1.138629),
+                          [1, 0.2371374, 0.03087386, 0.003333804, 0.0007905695, 0.0001874735, 4.445699e-05,
+                           1.054241e-05], 1.138629),
     "yarn, given factor": (8, 10000.0, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64,
                                         "attention_factor": 1.3}, [1, 0.0625, 0.0025, 0.00025], 1.3),
     "yarn, two mscales": (8, 10000.0, {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 64,
-                                       "mscale": 0.7, "mscale_all_dim": 1.2}, [1, 0.053125, 0.000625, 6.25e-05], 0.8959793),
+                                       "mscale": 0.7, "mscale_all_dim": 1.2},
+                          [1, 0.053125, 0.000625, 6.25e-05], 0.8959793),
 }
 
 
@@ -56,7 +57,8 @@ def test_unscaled_frequencies(scaling):
     ((8, 1e4, {"rope_type": "linear", "factor": "2"}), "must be a number above 0, not '2'"),
     ((8, 1e4, {"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": 8, "beta_fats": 1}),
      "has no key 'beta_fats'; did you mean 'beta_fast'"),
-    ((8, 1e4, {**SCALED["llama 3.1"][2], "high_freq_factor": 1.0}), "high_freq_factor 1.0 must be above low_freq_factor 1.0"),
+    ((8, 1e4, {**SCALED["llama 3.1"][2], "high_freq_factor": 1.0}),
+     "high_freq_factor 1.0 must be above low_freq_factor 1.0"),
 ])
 def test_bad_scalings(arguments, match):
   with pytest.raises(ValueError, match=match):

@@ -8,5 +8,5 @@ from linen_stack.models.layers import Attention, Projection, RMSNorm, SwiGLU
 from linen_stack.models.moe import MoE
 from linen_stack.models.qwen3_next import Qwen3NextLayer
 
-__all__ = ["Attention", "DecoderLayer", "DeepseekLayer", "Gemma3Layer", "LanguageModel", "MoE", "Projection", "Qwen3NextLayer",
-           "RMSNorm", "SwiGLU", "generate", "init_cache"]
+__all__ = ["Attention", "DecoderLayer", "DeepseekLayer", "Gemma3Layer", "LanguageModel", "MoE", "Projection",
+           "Qwen3NextLayer", "RMSNorm", "SwiGLU", "generate", "init_cache"]

@@ -34,8 +34,8 @@ class DecoderLayer(nn.Module, kw_only=True):
     qk_norm: RMS norm of each query and key head before the rotary embedding.
     rope_theta: base of the rotary embedding. None: no rotary embedding.
     rope_scaling: how its frequencies are scaled, as in `rope.frequencies`.
-    qkv_bias, out_bias, mlp_bias: biases on the projections to query, key and value, on attention's output projection, and
-      on all of the feed-forward part.
+    qkv_bias, out_bias, mlp_bias: biases on the projections to query, key and value, on attention's output projection,
+      and on all of the feed-forward part.
     dropout: rate of dropout on what attention and feed-forward add to the stream.
     norm_eps: what the norms add to the mean square.
     dtype: of the computation.

@@ -46,7 +46,9 @@ def family_of(model_type: str | None) -> Family:
   """The family of a config's `model_type`. Raises ValueError, with those known, where there is none."""
   known = {kind: family for family in published() for kind in family.model_types}
   if model_type not in known:
-    problem = "has no model_type" if model_type is None else f"has the model_type {model_type!r}, of no family known here"
+    problem = "has no model_type"
+    if model_type is not None:
+      problem = f"has the model_type {model_type!r}, of no family known here"
     near = nearest(str(model_type), known)
     known_types = "" if near.startswith("known") else f"; known: {', '.join(map(repr, known))}"
     raise ValueError(f"the config {problem}; {near}{known_types}")

@@ -1,7 +1,7 @@
 """What a family of published models is: its layers, its tensors' names, and how its config is read and written.
 
-A family is data and a few functions; `linen_stack.hf` does the work. One tensor of a checkpoint corresponds to one leaf of
-a layer, or to one expert's slice of a leaf that stacks experts on its first axis.
+A family is data and a few functions; `linen_stack.hf` does the work. One tensor of a checkpoint corresponds to one leaf
+of a layer, or to one expert's slice of a leaf that stacks experts on its first axis.
 """
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Tensor:
   """One leaf and the tensor, or tensors, that it is stored as.
 
   Args:
-    name: the tensor's name. With `{layer}`: one per layer, the global index in its place; without: outside the stack. With
-      `{expert}` as well: one per expert, and the leaf stacks them on its first axis.
+    name: the tensor's name. With `{layer}`: one per layer, the global index in its place; without: outside the stack.
+      With `{expert}` as well: one per expert, and the leaf stacks them on its first axis.
     path: the leaf in the layer's own tree, such as "feed_forward/wi_0/kernel"; outside the stack in the model's.
     transform: from tensor to leaf and back; with `{expert}`, of each expert's slice.
   """
@@ -82,17 +82,17 @@ class Family:
   Args:
     name: what errors and reports call it.
     model_types: the values of `model_type` in a config that are this family.
-    layer: of a config, the function (index, kind) -> LayerSpec that `plan_from_hf_config` calls. dtype and param_dtype are
-      added to the specs by the caller.
+    layer: of a config, the function (index, kind) -> LayerSpec that `plan_from_hf_config` calls. dtype and param_dtype
+      are added to the specs by the caller.
     options: of a config, the arguments of `LanguageModel` other than the stack and dtypes.
     tensors: all tensors of all kinds of layers. Those whose path is in a layer's tree are that layer's.
-    config_of: of a `LanguageModel`, the config.json that describes it, without dtype. Raises ValueError, saying why, for a
-      model that is not of this family.
+    config_of: of a `LanguageModel`, the config.json that describes it, without dtype. Raises ValueError, saying why,
+      for a model that is not of this family.
     defaults: what the published code takes for fields that a config leaves out.
     fixed: fields of a config with the values for which the layers are written; any other value is refused by name. A
       field that is missing or null passes.
-    ignored: of a config, patterns (`re.fullmatch`) of tensors in published files that are no part of the model, with the
-      reason.
+    ignored: of a config, patterns (`re.fullmatch`) of tensors in published files that are no part of the model, with
+      the reason.
     within: model types for more than text whose `text_config` is this family, with the prefix of its tensors there.
   """
 
@@ -120,7 +120,7 @@ OUTSIDE = (
     Tensor("lm_head.weight", "lm_head/kernel", linear()),
 )
 ATTENTION = tuple(
-    Tensor(f"model.layers.{{layer}}.self_attn.{theirs}", f"attention/{ours}", transform) for theirs, ours, transform in (
+    Tensor(f"model.layers.{{layer}}.self_attn.{theirs}", f"attention/{ours}", form) for theirs, ours, form in (
         ("q_proj.weight", "query/kernel", linear()),
         ("k_proj.weight", "key/kernel", linear()),
         ("v_proj.weight", "value/kernel", linear()),
@@ -133,7 +133,7 @@ ATTENTION = tuple(
         ("k_norm.weight", "key_norm/scale", identity),
     ))
 FEED_FORWARD = tuple(
-    Tensor(f"model.layers.{{layer}}.mlp.{theirs}", f"feed_forward/{ours}", transform) for theirs, ours, transform in (
+    Tensor(f"model.layers.{{layer}}.mlp.{theirs}", f"feed_forward/{ours}", form) for theirs, ours, form in (
         ("gate_proj.weight", "wi_0/kernel", linear()),
         ("up_proj.weight", "wi_1/kernel", linear()),
         ("down_proj.weight", "wo/kernel", linear()),
@@ -169,8 +169,9 @@ def require(owner: str, actual: Mapping[str, Any], **expected: Any) -> None:
       raise ValueError(f"{name} of {owner} is {actual[name]!r}, not {value!r}")
 
 
-def field(config: Config, name: str, kind: type | tuple[type, ...] = int, default: Any = None, required: bool = False) -> Any:
-  """A field of a config; null counts as missing. Raises ValueError where it is needed and missing, TypeError for its type."""
+def field(config: Config, name: str, kind: type | tuple[type, ...] = int, default: Any = None,
+          required: bool = False) -> Any:
+  """A field of a config; null counts as missing. Raises ValueError where it must not be, TypeError for its type."""
   value = config.get(name)
   if value is None:
     if required:

@@ -1,7 +1,7 @@
 """Gemma 3: local and global attention, a norm before and after each part, two rotary bases, scaled embeddings.
 
-Every norm multiplies by 1 + scale. Local layers have a window and a rotary base of their own; only global ones may have a
-rotary scaling.
+Every norm multiplies by 1 + scale. Local layers have a window and a rotary base of their own; only global ones may have
+a rotary scaling.
 """
 from __future__ import annotations
 
@@ -66,8 +66,9 @@ class Gemma3Layer(nn.Module, kw_only=True):
   param_dtype: DType = jnp.float32
 
   def __post_init__(self):
-    for argument in ("embed", "mlp", "num_heads", "num_kv_heads", "head_dim") + (("window",) if self.window is not None else ()):
-      require_count(f"Gemma3Layer: {argument}", getattr(self, argument))
+    for argument in ("embed", "mlp", "num_heads", "num_kv_heads", "head_dim", "window"):
+      if argument != "window" or self.window is not None:
+        require_count(f"Gemma3Layer: {argument}", getattr(self, argument))
     if self.num_heads % self.num_kv_heads:
       raise ValueError(f"Gemma3Layer: num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
     if self.query_pre_attn_scalar is not None and not self.query_pre_attn_scalar > 0:
@@ -99,10 +100,10 @@ class Gemma3Layer(nn.Module, kw_only=True):
 
     y = norm(name="attention_norm")(x)
     y, kv_cache = Attention(
-        num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, window=self.window, qk_norm=True,
-        zero_centered_norm=True, rope_theta=self.rope_theta, rope_scaling=self.rope_scaling, scale=scalar**-0.5,
-        qkv_bias=self.attention_bias, out_bias=self.attention_bias, norm_eps=self.norm_eps, name="attention",
-        **dtypes)(y, mask, positions, kv_cache)
+        num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, window=self.window,
+        qk_norm=True, zero_centered_norm=True, rope_theta=self.rope_theta, rope_scaling=self.rope_scaling,
+        scale=scalar**-0.5, qkv_bias=self.attention_bias, out_bias=self.attention_bias, norm_eps=self.norm_eps,
+        name="attention", **dtypes)(y, mask, positions, kv_cache)
     y = norm(name="attention_post_norm")(y)
     x = checkpoint_name(x + y.astype(x.dtype), "attention_out")
 
@@ -141,14 +142,15 @@ def _layer(config: Config) -> Callable[[int, LayerKind], LayerSpec]:
   def layer(index: int, kind: LayerKind) -> LayerSpec:
     width = window(config, index, kind, "gemma3")
     rotary = of_global if width is None else of_local
-    return LayerSpec(Gemma3Layer, kind.label, **kwargs, window=width, rope_theta=rotary.theta, rope_scaling=rotary.scaling)
+    return LayerSpec(Gemma3Layer, kind.label, **kwargs, window=width, rope_theta=rotary.theta,
+                     rope_scaling=rotary.scaling)
 
   return layer
 
 
 def _options(config: Config) -> dict[str, Any]:
-  return {**options(config), "embed_scale": field(config, "hidden_size", required=True) ** 0.5, "zero_centered_norm": True,
-          "tie_embeddings": field(config, "tie_word_embeddings", bool, True),
+  return {**options(config), "embed_scale": field(config, "hidden_size", required=True) ** 0.5,
+          "zero_centered_norm": True, "tie_embeddings": field(config, "tie_word_embeddings", bool, True),
           "logit_softcap": field(config, "final_logit_softcapping", float)}
 
 
@@ -157,8 +159,8 @@ def _config_of(model: Any) -> dict[str, Any]:
   for i, layer in enumerate(layers):
     if type(layer) is not Gemma3Layer:  # pylint: disable=unidiomatic-typecheck  # a subclass may compute anything
       raise ValueError(f"layer {i} is a {type(layer).__name__}, not a Gemma3Layer")
-  same = shared(layers, "embed", "mlp", "num_heads", "num_kv_heads", "head_dim", "query_pre_attn_scalar", "attention_bias",
-                "norm_eps")
+  same = shared(layers, "embed", "mlp", "num_heads", "num_kv_heads", "head_dim", "query_pre_attn_scalar",
+                "attention_bias", "norm_eps")
   require("its layers", same, embed=model.embed, norm_eps=model.norm_eps)
   require("the model", vars(model), embed_scale=model.embed**0.5, zero_centered_norm=True)
   of_kind = {}
@@ -171,8 +173,9 @@ def _config_of(model: Any) -> dict[str, Any]:
       architectures=["Gemma3ForCausalLM"], model_type="gemma3_text", vocab_size=model.vocab, hidden_size=model.embed,
       intermediate_size=same["mlp"], num_hidden_layers=len(layers), num_attention_heads=same["num_heads"],
       num_key_value_heads=same["num_kv_heads"], head_dim=same["head_dim"], hidden_activation="gelu_pytorch_tanh",
-      query_pre_attn_scalar=same["query_pre_attn_scalar"] or same["head_dim"], attention_bias=same["attention_bias"],
-      rms_norm_eps=model.norm_eps, tie_word_embeddings=model.tie_embeddings, final_logit_softcapping=model.logit_softcap,
+      query_pre_attn_scalar=same["query_pre_attn_scalar"] or same["head_dim"],
+      attention_bias=same["attention_bias"], rms_norm_eps=model.norm_eps, tie_word_embeddings=model.tie_embeddings,
+      final_logit_softcapping=model.logit_softcap,
       layer_types=["full_attention" if layer.window is None else "sliding_attention" for layer in layers])
   if of_kind["sliding_attention"]["window"] is not None:
     config["sliding_window"] = of_kind["sliding_attention"]["window"]
@@ -198,8 +201,9 @@ GEMMA3 = Family(
     name="gemma3", model_types=("gemma3_text",), layer=_layer, options=_options,
     tensors=OUTSIDE + ATTENTION + FEED_FORWARD + NORMS, config_of=_config_of,
     # Files of models for text and images leave out what these are.
-    defaults=dict(vocab_size=262_208, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26, num_attention_heads=8,
-                  num_key_value_heads=4, head_dim=256, sliding_window=4096, max_position_embeddings=131_072),
+    defaults=dict(vocab_size=262_208, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26,
+                  num_attention_heads=8, num_key_value_heads=4, head_dim=256, sliding_window=4096,
+                  max_position_embeddings=131_072),
     fixed={"hidden_activation": ("gelu_pytorch_tanh",), "attention_dropout": (0,), "attn_logit_softcapping": (),
            "use_bidirectional_attention": (False,)},
     within={"gemma3": "language_model."})

@@ -35,8 +35,8 @@ class LanguageModel(nn.Module):
     logit_softcap: logits become cap * tanh(logits / cap). None: they stay.
     dtype: of the computation and of the residual stream. Logits are float32 at least.
     param_dtype: of the stored parameters outside the stack.
-    hf_config: the content of the `config.json` that the model was made from, kept for saving it again. Two models that differ in
-      it alone are equal.
+    hf_config: the content of the `config.json` that the model was made from, kept for saving it again. Two models that
+      differ in it alone are equal.
 
   Raises:
     TypeError, ValueError: on construction, for sizes that are not ints of at least 1, and where a segment has the

@@ -43,8 +43,8 @@ def window(config: Config, index: int, kind: LayerKind, family: str, windows: bo
   if kind.attention == "full_attention":
     return None
   if not windows:
-    raise ValueError(f"layer {index} has a window by the config; {family} has none, and its published code reads no such "
-                     "field")
+    raise ValueError(f"layer {index} has a window by the config; {family} has none, and its published code reads no "
+                     "such field")
   return field(config, "sliding_window", required=True)
 
 
@@ -115,8 +115,8 @@ def _windows(family: str, windows: list[int | None]) -> dict[str, Any]:
     return {"sliding_window": widths[0] if widths else None}
   kinds = ["full_attention" if width is None else "sliding_attention" for width in windows]
   first = kinds.index("sliding_attention") if widths else len(kinds)
-  return {"use_sliding_window": bool(widths), "sliding_window": widths[0] if widths else None, "max_window_layers": first,
-          "layer_types": kinds}
+  return {"use_sliding_window": bool(widths), "sliding_window": widths[0] if widths else None,
+          "max_window_layers": first, "layer_types": kinds}
 
 
 def _family(name: str, architecture: str, **defaults: Any) -> Family:

@@ -1,7 +1,7 @@
 """Rotary position embeddings: frequencies with their published scalings, and the rotation itself.
 
-A head of `dim` features is `dim / 2` planes; plane i turns by `position * rate_i`, with `rate_i = theta^(-2 i / dim)` before
-any scaling. The scalings, by the names that Hugging Face configs give them:
+A head of `dim` features is `dim / 2` planes; plane i turns by `position * rate_i`, with `rate_i = theta^(-2 i / dim)`
+before any scaling. The scalings, by the names that Hugging Face configs give them:
 
     linear   every rate divided by `factor`
     llama3   long wavelengths divided by `factor`, short ones kept, those between blended (Llama 3.1)
@@ -33,7 +33,7 @@ _KEYS: Mapping[str, tuple[frozenset[str], frozenset[str]]] = {
 
 
 def frequencies(dim: int, theta: float, scaling: Mapping[str, Any] | None = None) -> tuple[np.ndarray, float]:
-  """The rates `[dim / 2]` in radians per position (float64), and the attention factor: what sine and cosine are scaled by.
+  """The rates `[dim / 2]` in radians per position, float64, and the attention factor, which scales sine and cosine.
 
   Args:
     dim: features that are rotated, even.
@@ -63,7 +63,8 @@ def frequencies(dim: int, theta: float, scaling: Mapping[str, Any] | None = None
   return rates * (kept + (1 - kept) / factor), _yarn_attention_factor(numbers)
 
 
-def rotate(x: Array, positions: Array, rates: np.ndarray | Array, interleaved: bool = False, scale: float = 1.0) -> Array:
+def rotate(x: Array, positions: Array, rates: np.ndarray | Array, interleaved: bool = False,
+           scale: float = 1.0) -> Array:
   """Rotates the first `2 * len(rates)` features of each head of x `[batch, seq, heads, dim]` by its position.
 
   Args:
@@ -88,7 +89,7 @@ def rotate(x: Array, positions: Array, rates: np.ndarray | Array, interleaved: b
 
 
 class Rope(NamedTuple):
-  """What a config says of rotary embeddings: the base, the scaling for `frequencies`, and which part of a head rotates."""
+  """What a config says of rotary embeddings: the base, the scaling for `frequencies`, the part of a head that turns."""
 
   theta: float
   scaling: dict[str, Any] | None = None
