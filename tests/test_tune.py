@@ -201,6 +201,11 @@ def test_full_remat_that_does_not_compile(compiler, monkeypatch):
   assert search("flat", 2**30).smallest == int(21.88 * 2**30)
 
 
+def test_durations():
+  assert [render.duration(value) for value in (2.4129, 61.2, 0.0123456, 9.96e-4, 8.5e-7)] == [
+      "2.41 s", "61.2 s", "12.3 ms", "996 us", "0.85 us"]
+
+
 def test_host_memory_is_a_bound(compiler):
   compiler("flat")
   report = search("flat", 2**40, host=1)

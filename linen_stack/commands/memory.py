@@ -123,7 +123,7 @@ def describe(subject: Subject, rows: Sequence[Row]) -> str:
         f"{memory.hbm / chip.hbm:.0%}" + ("" if memory.fits else ", too much"),
         render.size(memory.argument) if fits else "-", render.size(memory.temp) if fits else "-",
         render.size(memory.host if fits else estimate.host), f"{estimate.recomputed / estimate.cost.flops:.1%}",
-        f"{estimate.seconds * 1e3:,.1f} ms", f"{memory.seconds:.0f} s"))
+        render.duration(estimate.seconds), f"{memory.seconds:.0f} s"))
   table = render.Table(head, tuple(cells), right=head[1:])
   flops = rows[0].estimate.cost.flops - rows[0].estimate.recomputed if rows else 0.0
   return render.joined([

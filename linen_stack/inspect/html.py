@@ -132,7 +132,7 @@ def _table(rows: Sequence[Any], topology: Topology) -> Iterable[str]:
     cells = (row.name, ("" if known else "at least ") + render.size(memory.hbm), f"{memory.hbm / topology.chip.hbm:.1%}",
              render.size(memory.argument) if known else "-", render.size(memory.temp) if known else "-",
              render.size(memory.host if known else estimate.host), render.size(estimate.device),
-             f"{estimate.recomputed / estimate.cost.flops:.1%}", f"{estimate.seconds * 1e3:,.1f} ms",
+             f"{estimate.recomputed / estimate.cost.flops:.1%}", render.duration(estimate.seconds),
              f"{memory.seconds:.0f} s")
     yield (f'<tr{"" if memory.fits else " class=over"}>' + "".join(f"<td>{_text(cell)}</td>" for cell in cells) + "</tr>")
   yield "</table></div>"

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 import dataclasses
+import math
 from typing import Any
 
 from rich.console import Group
@@ -17,6 +18,14 @@ def size(count: float) -> str:
       return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
     count /= 1024
   raise AssertionError("unreachable")
+
+
+def duration(seconds: float) -> str:
+  """A time in words: "850 us", "12.3 ms", "2.41 s"."""
+  for factor, unit in ((1.0, "s"), (1e3, "ms")):
+    if seconds * factor >= 1:
+      return f"{seconds * factor:.{max(0, 2 - int(math.log10(seconds * factor)))}f} {unit}"
+  return f"{seconds * 1e6:.3g} us"
 
 
 def shape(dims: Sequence[int]) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import math
 import os
 from typing import Any
 
@@ -88,7 +89,7 @@ class TuneReport:
 
 
 def _time(candidate: Candidate) -> str:
-  return f"estimated {candidate.seconds * 1e3:,.2f} ms a step"
+  return f"estimated {render.duration(candidate.seconds)} a step"
 
 
 def tune(stack: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, topology: str = "v5p:2x2x1",
@@ -157,14 +158,15 @@ class _Search:
     while len(self._done) < self._most:
       best = self._best()
       tried = [done.candidate for done in self._done]
-      faster = (c for c in self._ranked if c not in tried and self._predicted(c) <= self._hbm)
+      most = self._most_device()
+      faster = (c for c in self._ranked if c not in tried and c.device < most and self._predicted(c) <= self._hbm)
       choice = next(faster, None)
       if choice is None or (best and choice.seconds >= best.candidate.seconds * (1 - SAME)):
         return
       self._compile(choice)
 
   def _compile(self, candidate: Candidate) -> None:
-    self._say(f"compiling {candidate.name}, estimated {candidate.seconds * 1e3:,.2f} ms a step")
+    self._say(f"compiling {candidate.name}, {_time(candidate)}")
     program = dataclasses.replace(self._program, remat=candidate.policy)
     self._done.append(Confirmed(candidate, compile_report(program, self._topology, **self._options)))
     memory = self._done[-1].memory
@@ -184,6 +186,15 @@ class _Search:
     beyond = candidate.device - near.candidate.device
     # A program that took more than was expected of it makes the next ones of its kind more expensive as well.
     return near.memory.hbm + beyond * (self._slope() if beyond > 0 else 1.0)
+
+  def _most_device(self) -> float:
+    """What a candidate must keep less than on the device, by those that did not fit."""
+    failed = min((done.candidate.device for done in self._done if not self._fits(done)), default=math.inf)
+    if all(done.memory.out_of_memory is None for done in self._done):
+      return failed
+    # Of a program that does not compile nobody knows by how much it is too large: the middle is tried next.
+    fitted = max((done.candidate.device for done in self._done if self._fits(done)), default=0)
+    return (failed + fitted) / 2
 
   def _slope(self) -> float:
     """Device memory for each byte that is kept, from the compiled programs; 1 until there are two."""
