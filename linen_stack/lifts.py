@@ -23,6 +23,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core
 
 from linen_stack.lifting import (TAKES_SLICES, is_array, lift, lift_transform, lift_with_own_scope, split_static, take_slices)
+from linen_stack.jax_policies import names_first
 from linen_stack.specs import nearest
 from linen_stack.policies import CARRY_TAG, RematPolicy
 
@@ -59,6 +60,26 @@ def offload_params(target: Any, select: Callable[[str, Any], bool] | None = None
   return lift_transform(lifted, target, select=select, methods=methods)
 
 
+def fetch_together(loop: Any, select: Callable[[str, Any], bool], policy: RematPolicy) -> Any:
+  """`offload_params` around an inner loop, `(module, carry, ...) -> (carry, output)` over parameters [count, ...].
+
+  Compilers take slices out of host memory, but no slices of slices. Inside another loop the parameters of all `count`
+  layers are therefore fetched in one go, in a region of their own, so that no copy is kept for the backward pass. It keeps
+  what `policy` says and each layer's carry, which the layers must tag (`tag` of `remat`), so that no layer runs once more.
+  """
+  of_one = lambda path, leaf: select(path, jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype))
+  base = all_but_fetched
+  if policy.remat:
+    base = names_first(jax.checkpoint_policies.save_only_these_names(CARRY_TAG), {CARRY_TAG}, policy.resolve())
+  kept = policy.resolve() if policy.carry == "offload" else base
+  return remat(offload_params(loop, of_one, store=True), RematPolicy(base=kept), prevent_cse=False)
+
+
+def fetched(tree: Any) -> Any:
+  """A tree with all that is in host memory brought to the device."""
+  return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device) if is_array(x) and _on_host(x) else x, tree)
+
+
 def all_but_fetched(prim: Any, *_: Any, **__: Any) -> bool:
   """A JAX checkpoint policy that saves everything but what was copied from the host, which is fetched again."""
   return prim.name != "device_put"
@@ -66,12 +87,16 @@ def all_but_fetched(prim: Any, *_: Any, **__: Any) -> bool:
 
 def _fetch(params: Any, select: Callable[[str, Any], bool] | None) -> Any:
   # A leaf that is in host memory after all has to be fetched to be of any use.
-  wanted = lambda path, leaf: select is None or select(path, leaf) or jax.typeof(leaf).memory_space == jax.memory.Space.Host
+  wanted = lambda path, leaf: select is None or select(path, leaf) or _on_host(leaf)
   return _moved(params, wanted, jax.memory.Space.Device)
 
 
 def _store(params: Any, select: Callable[[str, Any], bool] | None) -> Any:
   return _moved(params, lambda path, leaf: select is None or select(path, leaf), jax.memory.Space.Host)
+
+
+def _on_host(x: Any) -> bool:
+  return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
 def _moved(params: Any, wanted: Callable[[str, Any], bool], space: jax.memory.Space) -> Any:
@@ -87,7 +112,8 @@ def _moved(params: Any, wanted: Callable[[str, Any], bool], space: jax.memory.Sp
 
 
 def remat(target: Any, policy: Any = "full", *, prevent_cse: bool | tuple[bool, bool] = True,
-          static_argnames: str | Iterable[str] = (), static_argnums: int | Sequence[int] = (), methods: Any = None) -> Any:
+          static_argnames: str | Iterable[str] = (), static_argnums: int | Sequence[int] = (), tag: bool = False,
+          methods: Any = None) -> Any:
   """Recomputes a layer's values in the backward pass, but for those that `policy` keeps.
 
   Arguments that are not arrays (bool, str, None, enums, configs, also inside containers) always stay Python values.
@@ -100,6 +126,7 @@ def remat(target: Any, policy: Any = "full", *, prevent_cse: bool | tuple[bool, 
       False directly inside a rolled loop. A pair says it for variables and for arguments. A policy's own value wins.
     static_argnames: names of arguments that must not be arrays.
     static_argnums: the same by position, counted as Flax does: 0 is the module itself.
+    tag: name the first argument as the layer's carry even where the policy leaves it on the device.
     methods: as in `nn.remat`.
 
   Raises:
@@ -126,7 +153,7 @@ def remat(target: Any, policy: Any = "full", *, prevent_cse: bool | tuple[bool, 
       def region(variables, rngs, arrays):
         (carry, *args), kwargs = rebuild(arrays)
         variables = take_slices(variables)
-        return pure(variables, rngs, tag_carry(policy, carry), *args, **kwargs)
+        return pure(variables, rngs, tag_carry(policy, carry, tag), *args, **kwargs)
 
       flags = (cse[0], cse[1], cse[1]) if isinstance(cse, tuple) else cse
       return jax.checkpoint(region, policy=policy.resolve(), prevent_cse=flags)(variables, rngs, arrays)
@@ -138,9 +165,9 @@ def remat(target: Any, policy: Any = "full", *, prevent_cse: bool | tuple[bool, 
   return wrapped
 
 
-def tag_carry(policy: RematPolicy, carry: Any) -> Any:
+def tag_carry(policy: RematPolicy, carry: Any, always: bool = False) -> Any:
   """Names the hidden states that enter a rematerialised region, where the policy moves them."""
-  if policy.carry == "save":
+  if policy.carry == "save" and not always:
     return carry
   return jax.tree.map(lambda x: checkpoint_name(x, CARRY_TAG) if is_array(x) else x, carry)
 

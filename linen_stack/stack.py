@@ -181,12 +181,14 @@ class StackedDecoder(nn.Module):
     in_a_loop = segment.length > 1 and not call.listed
     unrolled = call.listed or self.inner == "unroll" or (
         self.inner == "auto" and in_a_loop and self.policy(segment.name).within.offloads)
-    outputs = {}
+    policy, outputs = self.policy(segment.name), {}
     for run in segment.runs:
       alone = run.count == 1 and in_a_loop and self.barrier == "loop"
-      body = self._layer(segment, run, call, rolled=alone or (run.count > 1 and not unrolled))
+      together = self.offload_params is not False and in_a_loop and run.count > 1 and not self._levels(segment)
+      body = self._layer(segment, run, call, rolled=alone or (run.count > 1 and not unrolled), together=together)
       if run.count > 1:
         body = self._loop(body, run.count, run.name, call, rolled=not unrolled)
+        body = lifts.fetch_together(body, functools.partial(self._ask, call), policy) if together else body
       elif alone:
         body = lifts.one_trip(body)
       x, outputs[run.name] = body(build(run.spec, run.name), x, parts[run.name], index[run.name], args, kwargs)
@@ -204,15 +206,23 @@ class StackedDecoder(nn.Module):
     if not rolled:
       return loops.static_unroll(body, length, self.param_axis, **options)
     if policy is not None:
-      nested = levels(self.plan[name], policy)
+      nested = self._levels(self.plan[name])
       # Values cannot be offloaded from two nested loops, so the inner one is straight-line code then.
       options.update(unroll=self.unroll, levels=nested, region=functools.partial(_region, policy) if nested else None,
                      unroll_inner=bool(nested and policy.offload))
     return loops.scan(body, length, self.param_axis, **options)
 
   @nn.nowrap
-  def _layer(self, segment: Segment, run: Run, call: Call, rolled: bool) -> Callable[..., Any]:
-    """remat(offload_params(layer)), as a function (layer, x, parts, index, args, kwargs) -> (x, output)."""
+  def _levels(self, segment: Segment) -> tuple[int, ...]:
+    # They serve the backward pass; parameters are made in a plain loop, from which each layer's can go to the host.
+    return () if self.is_initializing() else levels(segment, self.policy(segment.name))
+
+  @nn.nowrap
+  def _layer(self, segment: Segment, run: Run, call: Call, rolled: bool, together: bool = False) -> Callable[..., Any]:
+    """remat(offload_params(layer)), as a function (layer, x, parts, index, args, kwargs) -> (x, output).
+
+    `together`: the parameters of the whole run are fetched around its loop, not here.
+    """
     label = f"layer {class_name(run.spec)} in segment {segment.name!r}"
     keep = self.collect_outputs or bool(call.per_layer)
 
@@ -224,14 +234,14 @@ class StackedDecoder(nn.Module):
 
     if self.is_initializing():
       one_layer = lifts.observe(one_layer, functools.partial(call.see, observer.get(), segment, run))
-    if self.offload_params is not False:
+    if self.offload_params is not False and not together:
       one_layer = lifts.offload_params(one_layer, functools.partial(self._ask, call), store=True)
     policy = self.policy(segment.name)
     # Layer by layer over lists there is no loop that `levels` or `every` could shape: each layer is a region.
     policy = policy.alone if call.listed else policy.within
     if self.offload_params is not False and not policy.remat and self.policy(segment.name).every == 1:
       policy = RematPolicy(base=lifts.all_but_fetched)  # without any remat, the fetched copies would be kept as well
-    one_layer = lifts.remat(one_layer, policy, prevent_cse=not rolled)
+    one_layer = lifts.remat(one_layer, policy, prevent_cse=not rolled, tag=together)
     # The stack's own key, before any segment's or layer's name is folded in, is the same for all of them.
     shared = {s: self.scope.rngs[s] for s in self.shared_rngs if s in self.scope.rngs}
     return lifts.with_rngs(one_layer, shared) if shared else one_layer
@@ -338,7 +348,7 @@ def _region(policy: RematPolicy, loop: Callable[..., Any]) -> Callable[..., Any]
 
   def region(state, xs):
     *others, carry = state
-    return loop((*others, lifts.tag_carry(policy, carry)), xs)
+    return loop((*others, lifts.tag_carry(policy, carry)), lifts.fetched(xs))
 
   cse = policy.prevent_cse
   flags = loops.over_parts(*cse) if isinstance(cse, tuple) else bool(cse)

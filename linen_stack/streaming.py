@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -183,89 +184,100 @@ def _whole(x: Any) -> Any:
   return x.whole
 
 
-def _loop(layers: tuple[int, ...], body: Callable[[Any, tuple[Any, ...]], tuple[Any, Any]], carry: Any) -> tuple[Any, Any]:
-  """`jax.lax.scan` over all layers, of which each is given by one index per axis."""
-  index = [i.ravel() for i in jnp.meshgrid(*map(jnp.arange, layers), indexing="ij")]
-  return jax.lax.scan(body, carry, tuple(index))
+def _flat(x: Any, layers: tuple[int, ...]) -> Any:
+  """[*layers, ...] with one axis of layers: compilers cannot slice host memory along two."""
+  return x.reshape(math.prod(layers), *x.shape[len(layers):])
 
 
-def _layer(x: Any, at: tuple[Any, ...]) -> Any:
-  """One layer of an array, [1, ..., 1, ...]."""
-  sizes = (1,) * len(at) + x.shape[len(at):]
-  return jax.lax.dynamic_slice(x, (*at, *(0,) * (x.ndim - len(at))), sizes)
-
-
-def _put_layer(x: Any, new: Any, at: tuple[Any, ...]) -> Any:
-  return jax.lax.dynamic_update_slice(x, new, (*at, *(0,) * (x.ndim - len(at))))
-
-
-def _compute(x: Any, at: tuple[Any, ...], known: dict[_Late, Any]) -> Any:
-  """One layer of a value. `known` holds those of what is fetched, and remembers the others."""
+def _compute(x: Any, layers: tuple[int, ...], i: Any, known: dict[_Late, Any]) -> Any:
+  """Layer `i` of a value, of the value's rank. `known` holds what was fetched of it, and remembers the rest."""
+  ones = (1,) * len(layers)
   if not _is_late(x):
-    return _layer(x, at) if jnp.ndim(x) else x
+    if jnp.ndim(x) == 0:
+      return x
+    return jax.lax.dynamic_slice_in_dim(_flat(x, layers), i, 1).reshape(ones + x.shape[len(ones):])
   if x not in known:
-    changed = {"shape": (1,) * len(at) + x.aval.shape[len(at):]} if x.eqn.primitive.name == "broadcast_in_dim" else {}
-    (known[x],) = _bind(x.eqn, [_compute(y, at, known) for y in x.inputs], **changed)
+    changed = {"shape": ones + x.aval.shape[len(ones):]} if x.eqn.primitive.name == "broadcast_in_dim" else {}
+    (known[x],) = _bind(x.eqn, [_compute(y, layers, i, known) for y in x.inputs], **changed)
   return known[x]
 
 
-def _reduce(eqn: Any, x: _Late) -> Any:
-  def body(_, at):
-    known = {host: jax.device_put(_layer(host.fetched, at), _DEVICE) for host in x.hosts}
-    return None, _bind(eqn, [_compute(x, at, known)])[0]
+def _fetch_layer(arrays: Mapping[_Late, Any], layers: tuple[int, ...], i: Any) -> dict[_Late, Any]:
+  """Layer `i` of arrays [all layers, ...] in host memory, of the rank of [*layers, ...]."""
+  take = lambda x: jax.device_put(jax.lax.dynamic_slice_in_dim(x, i, 1), _DEVICE)
+  return {late: take(x).reshape((1,) * len(layers) + x.shape[1:]) for late, x in arrays.items()}
 
-  _, parts = _loop(x.layers, body, None)
+
+def _reduce(eqn: Any, x: _Late) -> Any:
+  arrays = {host: _flat(host.fetched, x.layers) for host in x.hosts}
+
+  def body(_, i):
+    return None, _bind(eqn, [_compute(x, x.layers, i, _fetch_layer(arrays, x.layers, i))])[0]
+
+  _, parts = jax.lax.scan(body, None, jnp.arange(math.prod(x.layers)))
   return _bind(eqn, [parts], axes=(0,))[0]
 
 
 def _place(results: Sequence[Any], to_host: Sequence[bool], places: Sequence[Any]) -> list[Any]:
-  """The results; those that go to the host, leaf by leaf. `places`: for each the argument that stands at its place."""
-  placed: list[Any] = [None] * len(results)
-  loops: dict[_Late, list[int]] = {}
+  """The results, leaf by leaf. `places`: for each the argument that stands at its place."""
+  placed: list[Any] = list(results)
+  groups: dict[_Late, list[int]] = {}
   for k, x in enumerate(results):
-    if to_host[k] and _is_late(x) and x.eqn is None:
+    if _is_late(x) and x.eqn is None and to_host[k]:
       placed[k] = x.fetched
-    elif to_host[k] and _is_late(x) and x.layers:
-      loops.setdefault(_first(x, results), []).append(k)
+    elif _is_late(x) and (x.hosts or to_host[k]):
+      groups.setdefault(_first(x, results), []).append(k)
     else:
-      whole = _whole(x)
-      placed[k] = jax.device_put(whole, _HOST) if to_host[k] and not _in_host(whole) else whole
-  for together in loops.values():
-    for k, array in zip(together, _compute_on_host([results[k] for k in together], [places[k] for k in together])):
+      placed[k] = jax.device_put(_whole(x), _HOST) if to_host[k] and not _in_host(x) else _whole(x)
+  before: Any = ()
+  for group in groups.values():
+    by_layer = [k for k in group if results[k].layers and to_host[k]]
+    for k, array in zip(by_layer, _compute_on_host([results[k] for k in by_layer], [places[k] for k in by_layer])):
       placed[k] = array
+    rest = [k for k in group if k not in by_layer]
+    # The next leaf comes over when this one is done.
+    for host in dict.fromkeys(host for k in rest for host in results[k].hosts if host.whole is None):
+      host.fetched, before = jax.lax.optimization_barrier((host.fetched, before))
+    before = [_whole(results[k]) for k in rest] or before
+    for k, whole in zip(rest, before):
+      placed[k] = jax.device_put(whole, _HOST) if to_host[k] else whole
   return placed
 
 
 def _first(x: _Late, results: Sequence[Any]) -> _Late:
-  """One value for all results that are computed in one loop: those that have fetched values in common."""
+  """One value for all results that are computed together: those that have fetched values in common."""
   hosts, before = dict.fromkeys(x.hosts), -1
   while len(hosts) != before:
     before = len(hosts)
     for other in results:
-      if _is_late(other) and other.layers and any(host in hosts for host in other.hosts):
+      if _is_late(other) and any(host in hosts for host in other.hosts):
         hosts.update(dict.fromkeys(other.hosts))
   return min(hosts, key=id) if hosts else x
 
 
 def _compute_on_host(results: Sequence[_Late], places: Sequence[Any]) -> list[Any]:
   """Computes results of one shape layer by layer into host memory, in place where an argument has their place."""
+  if not results:
+    return []
   hosts = list(dict.fromkeys(host for x in results for host in x.hosts))
   # For each result the fetched value whose buffer it takes.
   target = [next((host for host in hosts if host.fetched is place and host.aval.dtype == x.aval.dtype), None)
             for x, place in zip(results, places)]
+  layers = max((x.layers for x in results), key=len)
+  arrays = {host: _flat(host.fetched, layers) for host in hosts}
   own = [host for host in target if host is not None]
 
-  def body(buffers, at):
-    arrays = {host: host.fetched for host in hosts} | dict(zip(own, buffers))
-    known = {host: jax.device_put(_layer(array, at), _DEVICE) for host, array in arrays.items()}
-    out = [jax.device_put(_compute(x, at, known), _HOST) for x in results]
+  def body(buffers, i):
+    known = _fetch_layer(arrays | dict(zip(own, buffers)), layers, i)
+    out = [_flat(_compute(x, layers, i, known), (1,) * len(layers)) for x in results]
+    out = jax.device_put(out, _HOST)
     new = {host: layer for host, layer in zip(target, out) if host is not None}
-    written = [_put_layer(buffer, new[host], at) for host, buffer in zip(own, buffers)]
-    return written, [layer.reshape(layer.shape[len(at):]) for host, layer in zip(target, out) if host is None]
+    written = [jax.lax.dynamic_update_slice_in_dim(buffer, new[host], i, 0) for host, buffer in zip(own, buffers)]
+    return written, [layer[0] for host, layer in zip(target, out) if host is None]
 
-  buffers, made = _loop(max((x.layers for x in results), key=len), body, [host.fetched for host in own])
+  buffers, made = jax.lax.scan(body, [arrays[host] for host in own], jnp.arange(math.prod(layers)))
   buffers, made = iter(buffers), iter(made)
-  return [next(made).reshape(x.aval.shape) if host is None else next(buffers) for host, x in zip(target, results)]
+  return [next(made if host is None else buffers).reshape(x.aval.shape) for host, x in zip(target, results)]
 
 
 def _same_places(args: tuple[Any, ...], shapes: Any) -> list[Any]:
