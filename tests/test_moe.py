@@ -33,7 +33,7 @@ VARIANTS = {
     "pairs": dict(router="sigmoid", groups=4, top_groups=1, top_k=2),
     "groups_of_one": dict(groups=8, top_groups=3, top_k=3),
     "softmax_groups": dict(groups=2, top_groups=1, score_bias=True, top_k=3),
-    "shared": dict(shared_hidden=7),
+    "shared": dict(shared_hidden=7, balance_weight=0.5),
     "all": dict(router="sigmoid", score_bias=True, groups=2, top_groups=1, scale=2.5, shared_hidden=7,
                 shared_gate=True),
 }
@@ -70,7 +70,7 @@ def choices(ranked, top_k, groups, top_groups):
 
 
 def formula(params, x, *, num_experts, top_k, router="softmax", normalize=True, scale=1.0, groups=1, top_groups=1,
-            score_bias=False, shared_hidden=None, shared_gate=False, **_):
+            score_bias=False, shared_hidden=None, shared_gate=False, balance_weight=0.01, **_):
   """The layer in float64 numpy, token by token; returns the result, each token's experts and the load-balance loss."""
   p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
   sigmoid = lambda y: 1 / (1 + np.exp(-y))
@@ -89,7 +89,7 @@ def formula(params, x, *, num_experts, top_k, router="softmax", normalize=True, 
       y = swiglu(x[at], *(p["shared"][name]["kernel"] for name in ("wi_0", "wi_1", "wo")))
       out[at] += y * sigmoid(x[at] @ p["shared_gate"]["kernel"]) if shared_gate else y
   share = np.bincount(np.ravel(list(chosen.values())), minlength=num_experts) / (len(chosen) * top_k)
-  return out, chosen, num_experts * (share * np.mean(scores, axis=0)).sum()
+  return out, chosen, balance_weight * num_experts * (share * np.mean(scores, axis=0)).sum()
 
 
 def dense(params, x, chosen, *, num_experts, router="softmax", normalize=True, scale=1.0, shared_hidden=None,
@@ -148,7 +148,7 @@ def test_no_token_is_dropped_where_all_want_one_expert():
 
 
 def test_loss_is_one_where_experts_are_used_evenly_and_their_number_where_one_is_used_alone():
-  layer, x = MoE(num_experts=4, hidden=2, top_k=1), 50 * jnp.eye(4)
+  layer, x = MoE(num_experts=4, hidden=2, top_k=1, balance_weight=1.0), 50 * jnp.eye(4)
   params = jax.tree.map(jnp.zeros_like, variables_of(layer, x)["params"])
   for kernel, loss in ((jnp.eye(4), 1.0), (jnp.ones((4, 1)) * jnp.eye(4)[:1], 4.0)):
     params["router"]["kernel"] = kernel
@@ -269,7 +269,8 @@ class Layer(nn.Module):
     x = checkpoint_name(x, "decoder_layer_input")
     y = RMSNorm(name="norm")(x)
     if self.experts:
-      return x + MoE(**SIZES, router=self.router, score_bias=True, groups=4, top_groups=2, name="feed_forward")(y)
+      return x + MoE(**SIZES, router=self.router, score_bias=True, groups=4, top_groups=2, balance_weight=0.1,
+                     name="feed_forward")(y)
     return x + SwiGLU(6, name="feed_forward")(y)
 
 
@@ -333,6 +334,7 @@ def test_stacked_losses_and_gradients_are_those_of_a_loop(name, remat, scan, par
     (dict(shared_gate=True), ValueError, "shared_gate=True gates a shared expert; give its width"),
     (dict(router="sigmoyd"), ValueError, "unknown router 'sigmoyd'; did you mean 'sigmoid'"),
     (dict(router=None), ValueError, "unknown router None"),
+    (dict(balance_weight=-0.1), ValueError, "balance_weight must be a finite number of at least 0, not -0.1"),
 ])
 def test_options_are_checked_on_construction(options, error, message):
   with pytest.raises(error, match=f"MoE: {re.escape(message)}"):

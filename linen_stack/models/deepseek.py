@@ -144,7 +144,8 @@ def _layer(config: Config) -> Callable[[int, LayerKind], LayerSpec]:
         router="sigmoid", normalize=field(config, "norm_topk_prob", bool, True),
         scale=field(config, "routed_scaling_factor", float, 1.0), groups=field(config, "n_group", default=1),
         top_groups=field(config, "topk_group", default=1), score_bias=True,
-        shared_hidden=hidden * shared_experts if shared_experts else None))
+        shared_hidden=hidden * shared_experts if shared_experts else None,
+        balance_weight=field(config, "aux_loss_alpha", float, 0.001)))
 
   return layer
 
@@ -174,7 +175,8 @@ def _config_of(model: Any) -> dict[str, Any]:
       config.update(
           n_routed_experts=part.num_experts, num_experts_per_tok=part.top_k, moe_intermediate_size=part.hidden,
           n_shared_experts=(part.shared_hidden or 0) // part.hidden, norm_topk_prob=part.normalize,
-          routed_scaling_factor=part.scale, n_group=part.groups, topk_group=part.top_groups)
+          routed_scaling_factor=part.scale, n_group=part.groups, topk_group=part.top_groups,
+          aux_loss_alpha=part.balance_weight)
   full = {**DEFAULTS, **config}
   read_back = _layer(full)
   for i, (layer, kind) in enumerate(zip(layers, layer_kinds(full))):

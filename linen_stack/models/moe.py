@@ -11,6 +11,7 @@ by itself, `softmax` (Switch, Mixtral, Qwen) against the others. Scores are floa
 from __future__ import annotations
 
 from collections.abc import Mapping
+import math
 from typing import Any
 
 import flax.linen as nn
@@ -42,6 +43,7 @@ class Router(nn.Module):
   groups: int
   top_groups: int
   score_bias: bool
+  balance_weight: float
   param_dtype: DType
 
   @nn.compact
@@ -79,9 +81,9 @@ class Router(nn.Module):
 
   @nn.nowrap
   def _load_balance(self, probabilities: Array, experts: Array) -> Array:
-    """experts * sum over experts of (share of all choices * mean share of a token's scores)."""
+    """weight * experts * sum over experts of (share of all choices * mean share of a token's scores)."""
     share = jnp.bincount(experts.ravel(), length=self.num_experts) / experts.size
-    return self.num_experts * jnp.sum(share * probabilities.mean(axis=0))
+    return self.balance_weight * self.num_experts * jnp.sum(share * probabilities.mean(axis=0))
 
 
 class Experts(nn.Module):
@@ -112,12 +114,14 @@ class MoE(nn.Module):
   Variables: `router/kernel` `[embed, experts]`, `router/bias` `[experts]`; `experts/wi_0` and `experts/wi_1` `[experts,
   embed, hidden]`, `experts/wo` `[experts, hidden, embed]`; `shared/...` as `SwiGLU`, `shared_gate/kernel` `[embed, 1]`.
 
-  Where the collection `losses` is mutable, the router sows `load_balance` into it: a scalar, 1 where experts are used
-  evenly, `num_experts` where one is used alone. `init` does not sow. `total_loss` adds up those of a model.
+  Where the collection `losses` is mutable, the router sows `load_balance` into it: a scalar, `balance_weight` where
+  experts are used evenly, `num_experts` times that where one is used alone. It is to be added to the loss; `total_loss`
+  adds up those of a model. `init` does not sow.
 
   Values that a policy can name: `moe_mlpwi_0`, `moe_mlpwi_1`, `moe_mlpwo` (the experts' products, `[tokens * top_k,
-  hidden or embed]`, sorted by expert), `moe_routing` (the choice of experts), and `mlpwi_0`, `mlpwi_1`, `mlpwo` of the
-  shared expert. Under `jax.vmap`, JAX's grouped product needs the parameters to be mapped too: pass a batch instead.
+  hidden or embed]`, sorted by expert), `moe_routing` (the choice of experts; a policy that saves one of the products
+  should save it too, as presets do), and `mlpwi_0`, `mlpwi_1`, `mlpwo` of the shared expert. Under `jax.vmap`, JAX's
+  grouped product needs the parameters to be mapped too: pass a batch instead.
 
   Args:
     num_experts: how many experts there are to choose from.
@@ -132,6 +136,7 @@ class MoE(nn.Module):
       what trains it adds a little to experts that were used too seldom.
     shared_hidden: width of a further expert that every token gets. None: there is none.
     shared_gate: the shared expert is multiplied by a sigmoid of the token.
+    balance_weight: what the load-balance loss is multiplied by. Without effect on the result.
     dtype: of the computation, but for the router.
     param_dtype: of the stored parameters; the score bias has float32 at least.
 
@@ -150,6 +155,7 @@ class MoE(nn.Module):
   score_bias: bool = False
   shared_hidden: int | None = None
   shared_gate: bool = False
+  balance_weight: float = 0.01
   dtype: DType = jnp.float32
   param_dtype: DType = jnp.float32
 
@@ -169,6 +175,8 @@ class MoE(nn.Module):
                        f"({self.num_experts} experts, {self.top_groups} of {self.groups} groups)")
     if self.shared_gate and self.shared_hidden is None:
       raise ValueError("MoE: shared_gate=True gates a shared expert; give its width, shared_hidden")
+    if not 0 <= self.balance_weight < math.inf:
+      raise ValueError(f"MoE: balance_weight must be a finite number of at least 0, not {self.balance_weight}")
     super().__post_init__()
 
   @nn.compact
@@ -176,7 +184,7 @@ class MoE(nn.Module):
     dtypes = dict(dtype=self.dtype, param_dtype=self.param_dtype)
     tokens = x.reshape(-1, x.shape[-1])
     router = Router(self.num_experts, self.top_k, self.router, self.normalize, self.scale, self.groups, self.top_groups,
-                    self.score_bias, self.param_dtype, name="router")
+                    self.score_bias, self.balance_weight, self.param_dtype, name="router")
     experts, weights = router(tokens)
 
     of_pair = experts.ravel()  # pair p is of token p // top_k
