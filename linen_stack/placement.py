@@ -62,25 +62,28 @@ def host_shardings(stack: StackedDecoder | Plan, abstract: Any, mesh: Mesh | Non
   # Optimisers keep other things under the paths of parameters as well; where all is dicts, it is the parameters.
   parameters = all(isinstance(key, jax.tree_util.DictKey) for path, _ in leaves for key in path)
   asked: dict[str, bool] = {}
-  shardings = []
+  hosts = []
   for path, (_, leaf) in zip(paths, leaves):
-    array, place = value(leaf), find(stack.plan, path)
-    sharding = SingleDeviceSharding(jax.local_devices()[0]) if mesh is None else NamedSharding(mesh, _spec(leaf, rules))
+    array, place, name = value(leaf), find(stack.plan, path), "/".join(path)
     if variables and path[0] != "params":
-      host = False
+      hosts.append(False)
     elif place is None:
-      host = select is not None and bool(select("/".join(path), array))
+      hosts.append(select is not None and bool(select(name, array)))
     else:
-      host = place.fits(array) and stack.selects("/".join(place.own), place.one(array))
-      asked["/".join(path)] = host
-      if host and mesh is not None:
-        _check_layers_whole("/".join(path), sharding.spec[:len(place.sizes)])
-    shardings.append(sharding.with_memory_kind(HOST) if host else sharding)
+      asked[name] = place.fits(array) and stack.selects("/".join(place.own), place.one(array))
+      hosts.append(asked[name])
   if parameters and asked:
     check_selection(stack, asked)
-  if any(sharding.memory_kind == HOST for sharding in shardings):
+  if any(hosts):
     for device in [jax.local_devices()[0]] if mesh is None else mesh.devices.flat:
       check_memory_kind(HOST, "parameters are to be in", device)
+  shardings = []
+  for path, (_, leaf), host in zip(paths, leaves, hosts):
+    sharding = SingleDeviceSharding(jax.local_devices()[0]) if mesh is None else NamedSharding(mesh, _spec(leaf, rules))
+    place = find(stack.plan, path)
+    if host and mesh is not None and place is not None:
+      _check_layers_whole("/".join(path), sharding.spec[:len(place.sizes)])
+    shardings.append(sharding.with_memory_kind(HOST) if host else sharding)
   return treedef.unflatten(shardings)
 
 
