@@ -97,10 +97,12 @@ class LanguageModel(nn.Module):
     x = self.token_embed(tokens)
     if self.embed_scale is not None:
       x = x * jnp.asarray(self.embed_scale, x.dtype)
+    # Under a mesh with rules for "batch": split like the tokens, and not like the table that they were looked up in.
+    x = nn.with_logical_constraint(x, ("batch", "seq", "hidden"))
     x = self.stack(x, **given, deterministic=deterministic)
     if kv_cache is not None:
       x, kv_cache = x
-    x = self.final_norm(x)
+    x = self.final_norm(nn.with_logical_constraint(x, ("batch", "seq", "hidden")))
     if self.tie_embeddings:
       table = self.token_embed.embedding.astype(x.dtype)
       logits = lax.dot_general(x, table, (((2,), (1,)), ((), ())), preferred_element_type=self.logits_dtype)
