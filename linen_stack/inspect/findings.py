@@ -141,7 +141,7 @@ def _is_remat(eqn: Any) -> bool:
 
 def _products(programs: Iterable[Any]) -> int:
   found = (eqn for jaxpr in programs for eqn in equations(getattr(jaxpr, "jaxpr", jaxpr)))
-  return sum(eqn.primitive.name == "dot_general" for eqn in found)
+  return sum(eqn.primitive.name in ("dot_general", "ragged_dot_general", "conv_general_dilated") for eqn in found)
 
 
 def outer_remat(program: Any, name_stack: str = "") -> Iterator[Finding]:
