@@ -56,7 +56,7 @@ def on_device(fn: Callable[..., Any], stack: Any = None, *, out_shardings: Any =
   buffer: where the surrounding `jit` donates it, no second copy exists.
 
   Args:
-    fn: a pure function of trees.
+    fn: a pure function of trees. Arrays that it encloses stay where they are: pass them as arguments.
     stack: the `StackedDecoder`, or its plan, whose parameters are in host memory; it says which axes count layers. Leaves
       outside of it come over whole, one after the other, and without a stack all leaves do.
     out_shardings: a tree, or a prefix of one, of shardings for the results, such as `ls.host_shardings` gives: results
@@ -126,6 +126,10 @@ def _is_late(x: Any) -> bool:
   return isinstance(x, _Late)
 
 
+def _shape(x: Any) -> tuple[int, ...]:
+  return x.aval.shape if _is_late(x) else jnp.shape(x)
+
+
 def _fetch(host: Any, layers: tuple[int, ...] = ()) -> _Late:
   late = _Late(jax.typeof(host), layers, fetched=host)
   late.hosts = (late,)
@@ -161,7 +165,8 @@ def _step(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
     inner = next(params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params)
     closed = isinstance(inner, core.ClosedJaxpr)
     return _run(inner.jaxpr if closed else inner, inner.consts if closed else (), inputs)
-  if late and name in _ELEMENTWISE:
+  # Axes of size 1 may still be broadcast in an operation.
+  if late and name in _ELEMENTWISE and all(_shape(x) in ((), eqn.outvars[0].aval.shape) for x in inputs):
     return [_late(eqn, inputs)]
   if late and name in _REDUCTIONS and late[0].hosts and late[0].layers and eqn.outvars[0].aval.ndim == 0:
     return [_reduce(eqn, late[0])]
