@@ -129,7 +129,8 @@ def check_same_shapes(path: pathlib.Path, stored: Any, expected: Any) -> None:
            for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
   if wrong:
     more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-    raise CheckpointError(f"the checkpoint {path} does not fit this model: {'; '.join(wrong[:3])}{more}{_layout(path, stored)}")
+    raise CheckpointError(f"the checkpoint {path} does not fit this model: {'; '.join(wrong[:3])}{more}"
+                          f"{_layout(path, stored)}")
 
 
 def _layout(path: pathlib.Path, stored: Any) -> str:

@@ -1,11 +1,11 @@
 """Converting whole models between checkpoints of any layout and Hugging Face folders, never held in memory.
 
-A source is a tree of leaves that are read when they are asked for (`linen_stack.stored`), with the model that they belong to.
-`linen_stack.convert` lays the tree out for the target's model, and what comes of it is written leaf by leaf.
+A source is a tree of leaves that are read when they are asked for (`linen_stack.stored`), with the model that they
+belong to. `linen_stack.convert` lays the tree out for the target's model, and what comes of it is written leaf by leaf.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import dataclasses
 import pathlib
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from flax import traverse_util
 import jax
 import numpy as np
+import optax
 
 from linen_stack import checkpoints, convert, hf, stored, training
 from linen_stack.checkpoints import CheckpointError
@@ -52,16 +53,17 @@ def read_checkpoint(path: pathlib.Path) -> Source:
   path = checkpoints.find(path)
   config = checkpoints.load_config(path)
   model = families.language_model(config)
-  abstract = abstract_items(model, config)
-  items = {name: stored.Item(path, name).like(abstract[name]) for name in ITEMS if (path / name).is_dir() or name == "variables"}
+  names = [name for name in ITEMS if (path / name).is_dir() or name == "variables"]
+  abstract = abstract_items(model, config, names)
+  items = {name: stored.Item(path, name).like(abstract[name]) for name in names}
   text = checkpoints.load_text(path) if (path / "text").is_dir() else None
   return Source(model, config, items, int(path.name) if path.name.isdecimal() else 0, text)
 
 
 def read_folder(path: pathlib.Path, change: Callable[[StackConfig], StackConfig]) -> Source:
-  """A Hugging Face folder, laid out as the changed config of its model says, with the dtypes that it says or those that are stored.
+  """A Hugging Face folder, laid out as the changed config of its model says.
 
-  Raises what `hf.open_checkpoint` raises.
+  Its dtypes are those that the config says, or those that are stored. Raises what `hf.open_checkpoint` raises.
   """
   config = StackConfig.from_dict({"model": {"hf": hf.read_config(path)}})
   wanted = change(config)
@@ -75,30 +77,32 @@ def read_folder(path: pathlib.Path, change: Callable[[StackConfig], StackConfig]
                 own_dtypes=True)
 
 
-def abstract_items(model: LanguageModel, config: StackConfig) -> dict[str, Any]:
-  """What a checkpoint of a model holds, as shapes."""
-  state = training.abstract_state(model, training.optimizer(config.train, model.stack.plan))
-  return {name: state[name] for name in ITEMS}
+def abstract_items(model: LanguageModel, config: StackConfig, names: Iterable[str]) -> dict[str, Any]:
+  """What a checkpoint of a model holds under these names, as shapes."""
+  tx = training.optimizer(config.train, model.stack.plan) if "optimizer" in names else optax.identity()
+  state = training.abstract_state(model, tx)
+  return {name: state[name] for name in names}
 
 
-def write_checkpoint(source: Source, folder: pathlib.Path, config: StackConfig, progress: Callable[[int], None]) -> pathlib.Path:
+def write_checkpoint(source: Source, folder: pathlib.Path, config: StackConfig,
+                     progress: Callable[[int], None]) -> pathlib.Path:
   """Writes a checkpoint with the layers laid out as `config` says. Returns its path.
 
   Raises ValueError where the config is of another model, CheckpointError where it cannot be written.
   """
   model = families.language_model(config)
   items = convert.restack(dict(source.items), source.model, model, lazy=True)
-  _check(items, abstract_items(model, config), source.own_dtypes)
+  _check(items, abstract_items(model, config, items), source.own_dtypes)
   documents = {"config": config.to_dict(), **({} if source.text is None else {"text": source.text})}
   return stored.save(folder, source.step, items, documents, progress)
 
 
 def write_folder(source: Source, folder: pathlib.Path, progress: Callable[[int], None]) -> None:
-  """Writes a Hugging Face folder. Raises what `hf.save_model` raises, and CheckpointError where the disk is too full."""
-  done = 0
+  """Writes a Hugging Face folder.
 
-  def told(leaf: Any) -> _Told:
-    return _Told(leaf, tell)
+  Raises what `hf.save_model` raises, and CheckpointError where the disk is too full.
+  """
+  done = 0
 
   def tell(size: int) -> None:
     nonlocal done
@@ -111,7 +115,7 @@ def write_folder(source: Source, folder: pathlib.Path, progress: Callable[[int],
     checkpoints.check_space(folder.parent, sum(map(stored.nbytes, jax.tree.leaves(variables))))
   except OSError as error:
     raise CheckpointError(f"cannot write {folder}: {checkpoints.reason(error)}") from error
-  hf.save_model(folder, source.model, jax.tree.map(told, variables))
+  hf.save_model(folder, source.model, jax.tree.map(lambda leaf: _Told(leaf, tell), variables))
 
 
 def _check(items: Mapping[str, Any], abstract: Mapping[str, Any], own_dtypes: bool) -> None:

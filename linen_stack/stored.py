@@ -1,10 +1,10 @@
-"""Leaves of checkpoints that are never whole in memory: read from orbax piece by piece, written to orbax block by block.
+"""Leaves of checkpoints that are never whole in memory: read from orbax in pieces, written to orbax block by block.
 
-A leaf to write has `shape`, `dtype` and `__array__`. If it is large and has `block_shape` and `blocks()`, pairs (index, values)
-that together fill it, it is written block by block: of layers that are stacked, one layer after the other.
+A leaf to write has `shape`, `dtype` and `__array__`. If it is large and has `block_shape` and `blocks()`, pairs (index,
+values) that together fill it, it is written block by block: of layers that are stacked, one layer after the other.
 
-Orbax makes a checkpoint with its metadata and with arrays that are empty; the values are written into these afterwards. All of
-that happens in a folder of another name, which is renamed when everything is there.
+Orbax makes a checkpoint with its metadata and with arrays that are empty; the values are written into these afterwards.
+All of that happens in a folder of another name, which is renamed when everything is there.
 """
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def nbytes(leaf: Any) -> int:
 
 
 class Item:
-  """The arrays of one item of a checkpoint (`variables`, `optimizer`), by path. Raises CheckpointError where it is broken."""
+  """The arrays of one item of a checkpoint (`variables`, `optimizer`). Raises CheckpointError where it is broken."""
 
   def __init__(self, checkpoint: pathlib.Path, name: str):
     self.checkpoint, self.folder = checkpoint, checkpoint / name
@@ -59,7 +59,7 @@ class Item:
     return jax.tree_util.tree_map_with_path(lambda keys, _: self._leaves[path_of(keys)], abstract)
 
   def whole(self, leaf: StoredLeaf) -> np.ndarray:
-    """All of a leaf. The last one is kept, since one that is stored in one piece has to be read whole for each layer."""
+    """All of a leaf. The last one is kept: what is stored in one piece has to be read whole for each layer."""
     if self._kept is None or self._kept[0] is not leaf:
       self._kept = None
       self._kept = (leaf, leaf.store.read().result())
@@ -99,7 +99,8 @@ class StoredLeaf:
   def blocks(self) -> Iterator[tuple[Any, np.ndarray]]:
     """The pieces in which it is stored."""
     for at in np.ndindex(*(-(-size // block) for size, block in zip(self.shape, self.block_shape))):
-      index = tuple(slice(i * block, min((i + 1) * block, size)) for i, block, size in zip(at, self.block_shape, self.shape))
+      index = tuple(slice(i * block, min((i + 1) * block, size))
+                    for i, block, size in zip(at, self.block_shape, self.shape))
       yield index, self[index]
 
 
@@ -164,7 +165,7 @@ def save(folder: pathlib.Path, step: int, items: Mapping[str, Any], documents: M
   try:
     folder.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(folder)
-    checkpoints.check_space(folder.parent, sum(nbytes(leaf) for tree in items.values() for leaf in jax.tree.leaves(tree)))
+    checkpoints.check_space(folder.parent, sum(map(nbytes, jax.tree.leaves(dict(items)))))
     made, done = _save_empty(partial / str(step), items, documents), 0
     for path, leaf in made:
       for size in _fill(path, leaf):
@@ -189,7 +190,8 @@ def _remove_abandoned(folder: pathlib.Path) -> None:
       pass
 
 
-def _save_empty(path: pathlib.Path, items: Mapping[str, Any], documents: Mapping[str, Any]) -> list[tuple[pathlib.Path, Any]]:
+def _save_empty(path: pathlib.Path, items: Mapping[str, Any],
+                documents: Mapping[str, Any]) -> list[tuple[pathlib.Path, Any]]:
   """A checkpoint whose arrays have no values; returns those arrays, and the leaf of each."""
   handlers = {name: _EmptyArrays() for name in items}
   with checkpoints.quiet(after_failure=True):
@@ -207,8 +209,8 @@ def _save_empty(path: pathlib.Path, items: Mapping[str, Any], documents: Mapping
 def _fill(folder: pathlib.Path, leaf: Any) -> Iterator[int]:
   """Writes the values of an array that is there; yields how many bytes each block has.
 
-  An array without compression is a file per chunk, with its values in C order. Tensorstore would write them as well, with
-  copies of each in the memory of its threads.
+  An array without compression is a file per chunk, with its values in C order. Tensorstore would write them as well,
+  with copies of each in the memory of its threads.
 
   Raises ValueError where the blocks do not make the leaf.
   """

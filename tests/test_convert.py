@@ -1,7 +1,7 @@
-"""Conversion between layouts: round trips of random plans, real variables, optimiser states, kinds of leaves, and mistakes."""
+"""Conversion between layouts: random plans, real variables, optimiser states, kinds of leaves, axes, and mistakes."""
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax import linen as nn
 from flax import struct
@@ -20,7 +20,7 @@ from linen_stack import convert
 from linen_stack.stacked import is_box, stacked_axis, value
 from tests.reference import A, B, PLANS, layers_of, make_variables
 
-AXES = (0, 1, -1, 2)
+AXES = (0, 1, -1, 2, -2)
 KINDS = [ls.LayerSpec(nn.Dense, name=name, features=i) for i, name in enumerate("abc")]
 
 
@@ -34,7 +34,7 @@ def assert_same(a, b):
     assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), where
 
 
-# Trees made by plan arithmetic ------------------------------------------------------------------------------------------
+# Trees made by plan arithmetic ----------------------------------------------------------------------------------------
 
 
 @struct.dataclass
@@ -147,8 +147,8 @@ def plans(draw, kinds=None):
 @st.composite
 def cases(draw):
   plan = draw(plans())
-  return (plan, draw(plans(kinds_of(plan))), draw(st.sampled_from(AXES)), draw(st.sampled_from(AXES)), draw(st.booleans()),
-          draw(st.booleans()), draw(st.booleans()))
+  axes = st.sampled_from(AXES)
+  return plan, draw(plans(kinds_of(plan))), draw(axes), draw(axes), *(draw(st.booleans()) for _ in range(3))
 
 
 @hypothesis.settings(max_examples=200, deadline=None)
@@ -164,10 +164,12 @@ def test_random_plans(case):
     assert_same(mine, theirs)
   assert_same(convert.stack(own, plan, axis, scan), tree)
   assert_same(convert.stack(list(layers), plan, axis, scan, rest=own.rest), tree)
-  there = convert.restack(tree, plan, other, param_axis=axis, to_param_axis=to_axis, scan=scan, to_scan=to_scan)
+  options = {"param_axis": axis, "to_param_axis": to_axis, "scan": scan, "to_scan": to_scan}
+  back = {"param_axis": to_axis, "to_param_axis": axis, "scan": to_scan, "to_scan": scan}
+  there = convert.restack(tree, plan, other, **options)
   assert_same(there, variables_of(layers, other, to_axis, to_scan))
-  assert_same(convert.restack(there, other, plan, param_axis=to_axis, to_param_axis=axis, scan=to_scan, to_scan=scan), tree)
-  lazy = convert.restack(tree, plan, other, param_axis=axis, to_param_axis=to_axis, scan=scan, to_scan=to_scan, lazy=True)
+  assert_same(convert.restack(there, other, plan, **back), tree)
+  lazy = convert.restack(tree, plan, other, **options, lazy=True)
   assert_same(jax.tree.map(by_blocks, lazy), there)
   check_axes(convert.layer_axes(plan, tree, axis, scan), tree, own, plan)
 
@@ -220,7 +222,8 @@ def plan_axes(plan, mark):
 @hypothesis.given(plans(), st.sampled_from(AXES), st.booleans())
 def test_each_layer_comes_back_under_its_index(plan, axis, scan):
   rng = np.random.default_rng(0)
-  layers = [jax.tree.map(lambda x, i=i: np.full_like(x, i), own_tree(rng, kind)) for i, kind in enumerate(kinds_of(plan))]
+  layers = [jax.tree.map(lambda x, i=i: np.full_like(x, i), own_tree(rng, kind))
+            for i, kind in enumerate(kinds_of(plan))]
   params = laid_out([layer["params"] for layer in layers], plan, axis, scan)
   for i, layer in enumerate(convert.unstack(params, plan, axis, scan)):
     assert all((leaf == i).all() for leaf in jax.tree.leaves(layer))
@@ -236,9 +239,10 @@ def test_index_map_is_a_list_of_strided_runs():
   np.testing.assert_array_equal(places[1].layers, [5, 11, 17, 23])
   np.testing.assert_array_equal(places[2].layers, [24, 25])
   apart = convert.index_map(plan, scan=False)
-  assert [place.path[0] for place in apart] == [f"layers_{i}" for i in range(24)] + ["layers_remainder_0", "layers_remainder_1"]
+  names = [f"layers_{i}" for i in range(24)] + ["layers_remainder_0", "layers_remainder_1"]
+  assert [place.path for place in apart] == [(name,) for name in names]
   assert [int(place.layers) for place in apart] == list(range(26))
-  kernels = {f"layers_{i}" if i < 24 else f"layers_remainder_{i - 24}": {"kernel": np.full((2, 2), i)} for i in range(26)}
+  kernels = {name: {"kernel": np.full((2, 2), i)} for i, name in enumerate(names)}
   stacked = convert.restack(kernels, plan, plan, scan=False, to_scan=True)
   np.testing.assert_array_equal(stacked["layers"]["a"]["kernel"][:, :, 0, 0], np.arange(24).reshape(4, 6)[:, :5])
   assert_same(convert.restack(stacked, plan, plan, to_scan=False), kernels)
@@ -288,25 +292,26 @@ def test_what_layers_leave_in_other_collections():
   """Statistics, a cache, sown values and captured outputs, of a cycle under a loop and of layers one by one."""
   spec, last = ls.LayerSpec(Sowing, name="a"), ls.LayerSpec(Sowing, name="b")
   plan = ls.Plan.homogeneous(last, 1, "first") + ls.Plan.cycle([spec, spec, last], 7)
-  scanned, apart = ls.StackedDecoder(plan, remat="none", param_axis=1), ls.StackedDecoder(plan, remat="none", scan=False)
+  scanned = ls.StackedDecoder(plan, remat="none", param_axis=1)
+  apart = ls.StackedDecoder(plan, remat="none", scan=False)
   variables = nn.unbox(make_variables(scanned, X))
+  collections = ["batch_stats", "cache", "losses", "intermediates"]
   layers, layers_apart = [], []
   for stack, own in ((scanned, layers), (apart, layers_apart)):
-    state = jax.jit(lambda v, s=stack: s.apply(v, X, mutable=["batch_stats", "cache", "losses", "intermediates"],
-                                               capture_intermediates=True)[1])(convert.restack(variables, scanned, stack))
-    state = jax.tree.map(np.asarray, state)
+    run = jax.jit(lambda v, s=stack: s.apply(v, X, mutable=collections, capture_intermediates=True)[1])
+    state = jax.tree.map(np.asarray, run(convert.restack(variables, scanned, stack)))
     own.append(convert.unstack(state, stack))
     assert_same(convert.stack(own[0], stack), state)
     assert_same(convert.restack(state, stack, stack), state)
     if stack is scanned:
-      # What Flax captures of a block as a whole is no layer's: it is kept beside them, and has no place in another plan.
+      # What Flax captures of a block as a whole is no layer's: it is kept beside them, without a place in other plans.
       assert "__call__" in own[0].rest["intermediates"]["layers"]
       with pytest.raises(ValueError, match="intermediates/layers/__call__: belongs to a block as a whole"):
         convert.restack(state, scanned, apart)
   for layer, of_apart in zip(layers[0], layers_apart[0], strict=True):
     assert jax.tree.structure(layer) == jax.tree.structure(of_apart)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4), layer, of_apart)
-    assert {*layer} == {"batch_stats", "cache", "losses", "intermediates"} and isinstance(layer["losses"]["balance"], tuple)
+    assert {*layer} == {*collections} and isinstance(layer["losses"]["balance"], tuple)
   assert layers[0][3]["batch_stats"]["mean"] == 1.0
 
 
@@ -315,7 +320,8 @@ def test_language_models_and_modules_that_hold_a_stack():
   rng = np.random.default_rng(0)
   layers = [own_tree(rng, 0)["params"] for _ in range(plan.num_layers)]
   encoder, decoder = laid_out(layers, plan, 1), laid_out(layers[::-1], plan, 1)
-  tree = {"params": {"encoder": {**encoder, "norm": np.zeros(3)}, "decoder": decoder}, "cache": {"decoder": laid_out(layers, plan)}}
+  tree = {"params": {"encoder": {**encoder, "norm": np.zeros(3)}, "decoder": decoder},
+          "cache": {"decoder": laid_out(layers, plan)}}
   both = convert.unstack(tree, plan, 1)
   assert_same(both[0], {"params": {"encoder": layers[0], "decoder": layers[-1]}, "cache": {"decoder": layers[0]}})
   assert_same(convert.stack(both, plan, 1), tree)
@@ -352,6 +358,47 @@ def test_a_training_state_with_an_average_of_the_params():
   assert_same(convert.stack(doubled, plan, 1), jax.tree.map(lambda x: x * 2, state))
 
 
+@struct.dataclass
+class TrainState:
+  """As in `flax.training`: collections are fields."""
+
+  params: Any
+  batch_stats: Any
+  opt_state: Any
+  ema_params: Any
+
+
+def test_states_whose_collections_are_fields():
+  plan = PLANS["cycle"]
+  rng = np.random.default_rng(0)
+  layers = [own_tree(rng, 0, boxed=False) for _ in range(plan.num_layers)]
+  params = laid_out([layer["params"] for layer in layers], plan, 1)
+  stats = laid_out([layer["cache"] for layer in layers], plan)
+  del stats["layers"]["b"]  # of a layer without statistics
+  state = TrainState(params, stats, optax.trace(0.9).init(params), params)
+  own = convert.unstack(jax.tree.map(np.asarray, state), plan, 1)
+  assert_same(own[3].batch_stats, layers[3]["cache"])
+  assert own[2].batch_stats == {}
+  assert_same(own[3].ema_params, layers[3]["params"])
+  assert_same(convert.stack(own, plan, 1), jax.tree.map(np.asarray, state))
+  assert_same(convert.restack(state, plan, plan, param_axis=1, to_param_axis=0).batch_stats, stats)
+
+
+class Cache(NamedTuple):
+  keys: Any
+  values: Any
+
+
+def test_own_trees_that_are_tuples():
+  """Such as the caches of layers; a list of layers is something else."""
+  plan = ls.Plan.cycle([A, A, B], 7)
+  for make in (Cache, lambda k, v: (k, v), lambda k, v: [k, v]):
+    caches = [make(np.full((2, 3), i), np.full((2,), -i)) for i in range(7)]
+    stacked = convert.stack(caches, plan)
+    assert jax.tree.leaves(stacked)[0].shape == (2, 2, 2, 3)
+    assert_same(convert.unstack(stacked, plan)[4], caches[4])
+
+
 # Optimisers -----------------------------------------------------------------------------------------------------------
 
 MATRIX = lambda params: jax.tree_util.tree_map_with_path(lambda path, x: path[-1].key == "kernel", params)
@@ -359,11 +406,16 @@ OPTIMISERS = {
     "adam": optax.adam(0.1),
     "adamw": optax.adamw(optax.linear_schedule(0.1, 0.0, 10), mask=MATRIX),
     "masked": optax.masked(optax.adam(0.1), MATRIX),
-    "masked by prefix": optax.masked(optax.adam(0.1), {"first": False, "layers": True, "layers_remainder": True, "norm": True}),
+    "masked by prefix": optax.masked(
+        optax.adam(0.1), {"first": False, "layers": True, "layers_remainder": True, "norm": True}),
     "multi_transform": optax.multi_transform(
-        {"layers": optax.adam(0.1), "others": optax.sgd(0.1, momentum=0.9), "none": optax.set_to_zero()},
+        {"layers": optax.adam(0.1), "others": optax.sgd(0.1, momentum=0.9), "first": optax.set_to_zero()},
         lambda params: jax.tree_util.tree_map_with_path(
-            lambda path, x: "layers" if path[-1].key == "kernel" else "none" if path[-1].key == "norm" else "others", params)),
+            lambda path, x: {"kernel": "layers", "norm": "first"}.get(path[-1].key, "others"), params)),
+    "labels of segments": optax.multi_transform(
+        {"layers": optax.sgd(optax.linear_schedule(0.1, 0.0, 10)), "layers_remainder": optax.set_to_zero(),
+         "others": optax.adam(0.1)},
+        lambda params: {key: key if key in ("layers", "layers_remainder") else "others" for key in params}),
     "MultiSteps": optax.MultiSteps(optax.adam(0.1), 2),
     "inject_hyperparams": optax.inject_hyperparams(optax.lion)(learning_rate=0.1),
     "sgd": optax.sgd(0.1),
@@ -404,19 +456,21 @@ LAYOUTS = {"scan": (FIRST, 0, True), "axis 1": (FIRST, 1, True), "apart": (FIRST
 def test_optimiser_states(name):
   """A state in one layout, converted, is the state that the optimiser has in the other."""
   tx = OPTIMISERS[name]
-  layouts = {key: LAYOUTS[key] for key in LAYOUTS if name != "masked by prefix" or LAYOUTS[key][0] is FIRST and LAYOUTS[key][2]}
+  by_segment = name in ("masked by prefix", "labels of segments")
+  layouts = {key: layout for key, layout in LAYOUTS.items() if not by_segment or key in ("scan", "axis 1")}
   states = {key: state_of(tx, *options) for key, options in layouts.items()}
   for key, (plan, axis, scan) in layouts.items():
     own = convert.unstack(states[key], plan, axis, scan)
     assert_same(convert.stack(own, plan, axis, scan), states[key])
     for other, (to_plan, to_axis, to_scan) in layouts.items():
-      there = convert.restack(states[key], plan, to_plan, param_axis=axis, to_param_axis=to_axis, scan=scan, to_scan=to_scan)
-      assert_same(there, states[other])
+      options = {"param_axis": axis, "to_param_axis": to_axis, "scan": scan, "to_scan": to_scan}
+      assert_same(convert.restack(states[key], plan, to_plan, **options), states[other])
 
 
 def test_masks_by_prefix_stand_for_whole_segments():
   params = some_params(FIRST)
-  state = optax.masked(optax.adam(0.1), {"first": True, "layers": False, "layers_remainder": False, "norm": True}).init(params)
+  mask = {"first": True, "layers": False, "layers_remainder": False, "norm": True}
+  state = optax.masked(optax.adam(0.1), mask).init(params)
   own = convert.unstack(state, FIRST)
   assert own[0].inner_state[0].mu["kernel"].shape == (2, 3)
   assert own[1].inner_state[0].mu == optax.MaskedNode()
@@ -429,7 +483,8 @@ def test_masks_by_prefix_stand_for_whole_segments():
 
 
 def test_masked_values_keep_their_boxes():
-  params = {"layers": {"kernel": nn.Partitioned(jnp.ones((2, 3, 4)), names=("in", "layers", "out")), "bias": jnp.ones((4, 3))}}
+  kernel = nn.Partitioned(jnp.ones((2, 3, 4)), names=("in", "layers", "out"))
+  params = {"layers": {"kernel": kernel, "bias": jnp.ones((4, 3))}}
   plan = ls.Plan.homogeneous(A, 3)
   state = optax.masked(optax.adam(0.1), jax.tree.map(lambda x: x.ndim == 2, params)).init(params)
   own = convert.unstack(state, plan, 1)
@@ -443,7 +498,8 @@ def factored(plan, axis, scan):
   """A state of Adafactor: rows and columns of `kernel`, whole moments of the others."""
   def layer(i):
     rng = np.random.default_rng(i)
-    kernel, others = rng.normal(size=(16, 20)), {"one": rng.normal(size=1), "gain": rng.normal(), "bias": rng.normal(size=3)}
+    kernel = rng.normal(size=(16, 20))
+    others = {"one": rng.normal(size=1), "gain": rng.normal(), "bias": rng.normal(size=3)}
     nothing = {name: np.zeros(1) for name in others}
     return {"params": {"kernel": kernel, **others}, "v_row": {"kernel": kernel.sum(1), **nothing},
             "v_col": {"kernel": kernel.sum(0), **nothing}, "v": {"kernel": np.zeros(1), **others}}
@@ -452,7 +508,8 @@ def factored(plan, axis, scan):
   laid = {name: laid_out([layer[name] for layer in layers], plan, axis, scan) for name in layers[0]}
   shapes = jax.eval_shape(optax.scale_by_factored_rms(min_dim_size_to_factor=15).init, laid.pop("params"))
   state = type(shapes)(count=np.int32(3), **laid)
-  return jax.tree.map(lambda leaf, shape: leaf if leaf.shape == shape.shape else np.zeros(shape.shape, np.float32), state, shapes)
+  return jax.tree.map(
+      lambda leaf, like: leaf if leaf.shape == like.shape else np.zeros(like.shape, np.float32), state, shapes)
 
 
 def test_factored_moments():
@@ -475,7 +532,7 @@ def test_factored_moments():
 # Kinds of leaves ------------------------------------------------------------------------------------------------------
 
 CYCLE = ls.Plan.cycle([A, A, B], 7)
-OTHER = ls.Plan.of(ls.Segment("one", (A,), 2), ls.Segment("two", (B, A, A)), ls.Segment("three", (B, A)))  # the same layers
+OTHER = ls.Plan.of(ls.Segment("one", (A,), 2), ls.Segment("two", (B, A, A)), ls.Segment("three", (B, A)))
 assert OTHER.layers == CYCLE.layers
 
 
@@ -498,7 +555,7 @@ def matrices(plan=CYCLE, axis=0, scan=True, dtype=np.float32):
     kernel = np.random.default_rng(i).normal(size=(4, 8)).astype(dtype)
     kernel[0, :2] = -0.0
     if dtype == np.float32:
-      kernel[1, 1:2] = np.array([0x7f800001 + i], np.uint32).view(np.float32)  # a signalling NaN, different in each layer
+      kernel[1, 1:2] = np.array([0x7f800001 + i], np.uint32).view(np.float32)  # a signalling NaN
     layers.append({"kernel": kernel})
   return laid_out(layers, plan, axis, scan)
 
@@ -507,7 +564,8 @@ def matrices(plan=CYCLE, axis=0, scan=True, dtype=np.float32):
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.int32])
 def test_jax_arrays(dtype, axis, to_axis, to_scan):
   tree = matrices(CYCLE, axis, dtype=dtype)
-  there = convert.restack(jax.tree.map(jnp.asarray, tree), CYCLE, OTHER, param_axis=axis, to_param_axis=to_axis, to_scan=to_scan)
+  there = convert.restack(jax.tree.map(jnp.asarray, tree), CYCLE, OTHER, param_axis=axis, to_param_axis=to_axis,
+                          to_scan=to_scan)
   assert_same(jax.tree.map(np.asarray, there), matrices(OTHER, to_axis, to_scan, dtype))
   back = convert.restack(there, OTHER, CYCLE, param_axis=to_axis, to_param_axis=axis, scan=to_scan, to_scan=True)
   assert_same(back, jax.tree.map(jnp.asarray, tree))
@@ -524,7 +582,8 @@ def test_keys_of_random_generators():
   there = convert.restack(tree, CYCLE, OTHER)
   assert (there["one"]["rng"] == keys[0]).all()
   # A key that all layers of a run share, beside stacked leaves.
-  tree = {**matrices(), "layers": {**matrices()["layers"], "a": {**matrices()["layers"]["a"], "rng": jax.random.key(3)}}}
+  tree = matrices()
+  tree["layers"]["a"]["rng"] = jax.random.key(3)
   shared = lambda path, leaf: path == "rng"
   own = convert.unstack(tree, CYCLE, shared=shared)
   assert own[1]["rng"] is tree["layers"]["a"]["rng"]
@@ -534,17 +593,18 @@ def test_keys_of_random_generators():
   own[1]["rng"] = jax.random.key(4)
   with pytest.raises(ValueError, match="should be one value for all layers, and differ"):
     convert.stack(own, CYCLE, shared=shared)
-  with pytest.raises(ValueError, match=r"layers/a/rng: shape \(\), expected it to be stacked, \[layers: 2, a: 2, ...\]"):
+  with pytest.raises(ValueError, match=r"a/rng: shape \(\), expected it to be stacked, \[layers: 2, a: 2, ...\]"):
     convert.unstack(tree, CYCLE)
 
 
-SPECS = {"own axes": P(None, None, "x", "y"), "layers": P("x", None, None, "y"), "positions": P(None, "x"), "whole": P()}
+SPECS = {
+    "own axes": P(None, None, "x", "y"), "layers": P("x", None, None, "y"), "positions": P(None, "x"), "whole": P()}
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("name", SPECS)
 def test_sharded_arrays(name, axis_type, monkeypatch):
-  """A layer's own axes stay where they are; nothing is gathered; every bit is kept, of layers on several devices too."""
+  """A layer's own axes stay where they are; nothing is gathered; every bit is kept, of layers on other devices too."""
   mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(axis_type,) * 2)
   texts, program = [], convert.arrays._program
   def watched(*args):
@@ -576,7 +636,7 @@ def test_sharded_arrays(name, axis_type, monkeypatch):
 @pytest.mark.parametrize("sharded", [False, True])
 def test_arrays_in_host_memory_stay_there(sharded, monkeypatch):
   """JAX cannot index what is in pinned host memory; nothing here asks it to."""
-  monkeypatch.setattr(convert.arrays, "_on_devices", lambda *args: pytest.fail("an array in host memory was put on a device"))
+  monkeypatch.setattr(convert.arrays, "_on_devices", lambda *args: pytest.fail("it was put on a device"))
   mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
   own = SingleDeviceSharding(jax.devices()[1], memory_kind="pinned_host")
   def place(x):
@@ -589,7 +649,8 @@ def test_arrays_in_host_memory_stay_there(sharded, monkeypatch):
     assert_same(jax.tree.map(np.asarray, made), want)
     for leaf in jax.tree.leaves(made):
       assert leaf.sharding.memory_kind == "pinned_host"
-      assert leaf.sharding == own or (leaf.sharding.mesh == mesh and leaf.sharding.shard_shape(leaf.shape) != leaf.shape)
+      assert leaf.sharding == own or leaf.sharding.mesh == mesh
+      assert sharded == (leaf.sharding.shard_shape(leaf.shape) != leaf.shape)
 
 
 def test_shapes_without_values():
@@ -639,14 +700,17 @@ def test_memory_maps_and_readers_are_read_when_they_are_needed(tmp_path):
   lazy = convert.restack(readers, CYCLE, OTHER, to_param_axis=1, lazy=True)
   assert not any(reader.read for reader in jax.tree.leaves(readers))
   for leaf, want in zip(jax.tree.leaves(lazy), jax.tree.leaves(matrices(OTHER, 1)), strict=True):
-    assert isinstance(leaf, convert.Lazy) and (leaf.shape, leaf.dtype, leaf.nbytes) == (want.shape, want.dtype, want.nbytes)
+    if isinstance(leaf, Reader):
+      continue  # laid out as it was: nothing is done to it
+    assert isinstance(leaf, convert.Lazy)
+    assert (leaf.shape, leaf.dtype, leaf.nbytes) == (want.shape, want.dtype, want.nbytes)
     assert_same(by_blocks(leaf), want)
     assert_same(leaf.read(), want)
     assert_same(np.asarray(leaf), want)
   read = [size for reader in jax.tree.leaves(readers) for size in reader.read]
-  assert max(read) == 4 * 8 * 4 and sum(read) == 3 * 7 * max(read)  # layer by layer, and no more than is asked for
+  assert {*read} == {4 * 8 * 4} and len(read) == 3 * 6  # layer by layer, and no more than is asked for
   again = convert.restack(lazy, OTHER, CYCLE, param_axis=1, to_param_axis=0, lazy=True)
-  assert_same(jax.tree.map(np.asarray, again), matrices())
+  assert_same(jax.tree.map(lambda leaf: leaf[(slice(None),) * len(leaf.shape)], again), matrices())
   assert_same(convert.restack(readers, CYCLE, OTHER), matrices(OTHER))
 
 
@@ -654,14 +718,14 @@ def test_what_is_laid_out_alike_is_not_copied():
   tree = matrices()
   same = convert.restack(tree, CYCLE, CYCLE)
   assert all(a is b for a, b in zip(jax.tree.leaves(same), jax.tree.leaves(tree)))
-  renamed = ls.Plan.of(ls.Segment("blocks", CYCLE["layers"].block, 2), ls.Segment("last", CYCLE["layers_remainder"].block))
+  renamed = ls.Plan.of(ls.Segment("blocks", (A, A, B), 2), ls.Segment("last", (A,)))
   there = convert.restack(tree, CYCLE, renamed)
   assert there["blocks"]["a"]["kernel"] is tree["layers"]["a"]["kernel"]
   assert all(np.shares_memory(layer["kernel"], tree["layers"][run]["kernel"])
              for layer, run in zip(convert.unstack(tree, CYCLE), "aabaab"))
 
 
-# Axes of layers ---------------------------------------------------------------------------------------------------------
+# Axes of layers -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("axis", AXES)
@@ -670,16 +734,17 @@ def test_layer_axes_of_boxed_params(axis):
   params = variables_of([own_tree(np.random.default_rng(0), 0) for _ in range(plan.num_layers)], plan, axis)["params"]
   axes = convert.layer_axes(plan, params, axis)
   kernel = value(axes["layers"]["a_0"]["kernel"])
-  where = {0: (0, 1), 1: (1, 2), -1: (3, 2), 2: (2, 3)}[axis]
+  where = {0: (0, 1), 1: (1, 2), -1: (3, 2), 2: (2, 3), -2: (2, 1)}[axis]
   assert kernel.axes == where and kernel.names == ("layers", "a_0") and bool(kernel)
   np.testing.assert_array_equal(kernel.layers, [[1, 2], [5, 6]])
   gain = axes["layers"]["a_0"]["gain"]  # a scalar: its own axis is at the end, and the outer one is put in after it
-  assert gain.axes == {0: (0, 1), 1: (1, 0), -1: (1, 0), 2: (1, 0)}[axis]
-  np.testing.assert_array_equal(gain.index(2), gain.layers if axis == 0 else gain.layers.T)
+  assert gain.axes == {0: (0, 1), 1: (1, 0), -1: (1, 0), 2: (1, 0), -2: (0, 1)}[axis]
+  np.testing.assert_array_equal(gain.index(2), gain.layers if axis in (0, -2) else gain.layers.T)
   assert axes["first"]["gain"].layers == 0 and not axes["first"]["gain"]
   with pytest.raises(ValueError, match="the leaf is no layer's"):
     axes["token_embed"]["embedding"].index(2)
-  scaled = jax.tree.map(lambda p, a: p * (a.index(p.ndim) + 1).astype(p.dtype) if a.layers is not None else p, params, axes)
+  scaled = jax.tree.map(
+      lambda p, a: p * (a.index(p.ndim) + 1).astype(p.dtype) if a.layers is not None else p, params, axes)
   for i, (mine, theirs) in enumerate(zip(convert.unstack(scaled, plan, axis), convert.unstack(params, plan, axis))):
     assert_same(mine, jax.tree.map(lambda x, i=i: x * np.asarray(i + 1, x.dtype), theirs))
 
@@ -705,7 +770,7 @@ def test_layer_axes_make_an_optimiser_of_matrices_see_layers():
     np.testing.assert_allclose(update["kernel"], alone["kernel"], rtol=1e-4, atol=1e-6)
 
 
-# Mistakes ---------------------------------------------------------------------------------------------------------------
+# Mistakes -------------------------------------------------------------------------------------------------------------
 
 
 def broken(change, plan=CYCLE, axis=0, scan=True):
@@ -732,7 +797,8 @@ MISTAKES = {
     "a renamed segment": (broken(lambda t: renamed(t, "layers", "blocks")), CYCLE, [
         "params/layers/a: missing, with layers 0, 1, 3, 4", "params/layers/b: missing, with layers 2, 5"]),
     "all segments renamed": (broken(lambda t: (renamed(t, "layers", "layer"), t.pop("layers_remainder"))), CYCLE, [
-        "none of the plan's layers (layers, layers_remainder) is in the tree; its keys: params, layer", "did you mean 'layer'?"]),
+        "none of the plan's layers (layers, layers_remainder) is in the tree; its keys: params, layer",
+        "did you mean 'layer'?"]),
     "a renamed run": (broken(lambda t: renamed(t["layers"], "b", "c")), CYCLE, [
         "params/layers/c: left over", "params/layers/b: missing, with layers 2, 5"]),
     "a layer too many": (broken(lambda t: t.update(layers_7=t["layers_1"]), scan=False), (CYCLE, {"scan": False}), [
@@ -742,22 +808,25 @@ MISTAKES = {
     "one stack of all layers": (broken(lambda t: t.update(layers={"kernel": np.ones((7, 4, 8))})), CYCLE, [
         "'layers' holds one stack of 7 layers, not the runs a, b of a cycle: they were made for another plan"]),
     "another number of layers": ({"params": {"layers": {"kernel": np.ones((4, 2)), "bias": np.ones((4,))}}}, THREE, [
-        "'layers' holds 4 layers; the plan has 3", "params/layers/kernel: shape (4, 2), expected 3 (layers) on axis 0"]),
+        "'layers' holds 4 layers; the plan has 3",
+        "params/layers/kernel: shape (4, 2), expected 3 (layers) on axis 0"]),
     "a list of layers": ({"params": {"layers": [{"kernel": np.ones(2)}] * 3}}, THREE, [
         "params/layers: a list of 3 trees, expected one tree of stacked variables; convert.stack takes a list"]),
     "layers under numbers": ({"params": {"layers": {str(i): {"kernel": np.ones((2, 2))} for i in range(3)}}}, THREE, [
         "'layers' has one tree for each of 3 layers, under '0', '1', ...: pass the list of them to convert.stack"]),
     "a leaf that is not stacked": ({"params": {"layers": {"kernel": np.ones((3, 2)), "count": np.ones(())}}}, THREE, [
         "params/layers/count: shape (), expected it to be stacked, [layers: 3, ...]"]),
-    "a leaf that is no array": ({"params": {"layers": {"kernel": 3.0}}}, THREE, ["params/layers/kernel: 3.0 is not an array"]),
-    "names in a box": ({"params": {"layers": {"kernel": nn.Partitioned(np.ones((3, 2)), names=("blocks", "in"))}}}, THREE, [
-        "params/layers/kernel: axis 0 should be named 'layers' in the partition metadata, found ('blocks', 'in')"]),
+    "a leaf that is no array": ({"params": {"layers": {"kernel": 3.0}}}, THREE, [
+        "params/layers/kernel: 3.0 is not an array"]),
+    "names in a box": ({"layers": {"kernel": nn.Partitioned(np.ones((3, 2)), names=("blocks", "in"))}}, THREE, [
+        "layers/kernel: axis 0 should be named 'layers' in the partition metadata, found ('blocks', 'in')"]),
     "a box without a name": ({"params": {"layers": {"kernel": nn.Partitioned(np.ones((3, 2)), names=())}}}, THREE, [
         "axis 0 should be named 'layers' in the partition metadata, found ()"]),
     "a box of another kind": ({"params": {"layers": {"kernel": Odd(np.ones((3, 2)), axes=((1, "layers"),))}}}, THREE, [
         "params/layers/kernel: Odd has no axis 'layers' at 0 to take out"]),
-    "a misnamed segment in a collection": ({**broken(lambda t: None), "cache": {"layers": matrices()["layers"], "rest": {
-        "x": np.ones(2)}}}, CYCLE, ["cache/layers_remainder: missing, with layer 6"]),
+    "a misnamed segment in a collection": ({**broken(lambda t: None), "cache": {
+        "layers": matrices()["layers"], "rest": {"x": np.ones(2)}}}, CYCLE, [
+            "cache/layers_remainder: missing, with layer 6"]),
 }
 
 
@@ -765,8 +834,8 @@ MISTAKES = {
 def test_trees_that_do_not_fit(name):
   tree, plan, words = MISTAKES[name]
   plan, options = plan if isinstance(plan, tuple) else (plan, {})
-  for convert_it in (lambda: convert.unstack(tree, plan, **options), lambda: convert.restack(tree, plan, plan, **options),
-                     lambda: convert.layer_axes(plan, tree, **options)):
+  for convert_it in (lambda: convert.unstack(tree, plan, **options), lambda: convert.layer_axes(plan, tree, **options),
+                     lambda: convert.restack(tree, plan, plan, **options)):
     with pytest.raises(ValueError) as error:
       convert_it()
     for word in words:
@@ -805,7 +874,8 @@ def test_lists_of_layers_that_cannot_be_stacked():
     convert.stack(layers + layers[:1], THREE)
   with pytest.raises(TypeError, match="trees must be a list with one tree per layer, not a dict"):
     convert.stack({"0": layers[0]}, THREE)
-  with pytest.raises(ValueError, match=r"layers: kernel \(layer 0\) and kernel \(layer 2\) cannot be stacked: float32 \(2, 3\) and float32 \(3, 2\)"):
+  with pytest.raises(ValueError, match=r"layers: kernel \(layer 0\) and kernel \(layer 2\) cannot be stacked: "
+                     r"float32 \(2, 3\) and float32 \(3, 2\)"):
     convert.stack([*layers[:2], {"kernel": np.ones((3, 2), np.float32)}], THREE)
   with pytest.raises(ValueError, match=r"cannot be stacked: float32 \(2, 3\) and float64"):
     convert.stack([*layers[:2], {"kernel": np.ones((2, 3))}], THREE)

@@ -13,16 +13,17 @@ from linen_stack.checkpoints import CheckpointError
 from linen_stack.commands import CommandError, UsageError, options, plain_errors
 from linen_stack.commands.progress import Progress
 from linen_stack.config import StackConfig
+from linen_stack.convert import index_map
 
 CHECKPOINT, FOLDER = "checkpoint", "huggingface"
 
 
 def define_flags(values: flags.FlagValues) -> None:
   options.define_set(values)
-  flags.DEFINE_string("config", None, "the config of DST, a YAML file or the name of a shipped config; by default that of SRC",
-                      flag_values=values)
-  flags.DEFINE_enum("to", CHECKPOINT, [CHECKPOINT, FOLDER], "what DST is: a checkpoint of this library, or a Hugging Face folder",
-                    flag_values=values)
+  flags.DEFINE_string("config", None, "the config of DST, a YAML file or the name of a shipped config; by default that "
+                      "of SRC", flag_values=values)
+  flags.DEFINE_enum("to", CHECKPOINT, [CHECKPOINT, FOLDER], "what DST is: a checkpoint of this library, or a Hugging "
+                    "Face folder", flag_values=values)
 
 
 def run(values: flags.FlagValues, args: Sequence[str]) -> None:
@@ -67,12 +68,13 @@ def convert(source: str, target: str, *, config: str | None = None, assignments:
 
 def _describe(src: pathlib.Path, found: conversion.Source, wanted: StackConfig) -> str:
   """What there is, and what becomes of its layout."""
-  sizes = [f"{name} {sum(map(stored.nbytes, jax.tree.leaves(tree))) / 2**20:,.1f} MiB" for name, tree in found.items.items()]
-  changes = [f"{key} {getattr(found.config.stack, key)} -> {getattr(wanted.stack, key)}" for key in ("scan", "param_axis")
-             if getattr(found.config.stack, key) != getattr(wanted.stack, key)]
+  sizes = [f"{name} {sum(map(stored.nbytes, jax.tree.leaves(tree))) / 2**20:,.1f} MiB"
+           for name, tree in found.items.items()]
+  options = [(key, getattr(found.config.stack, key), getattr(wanted.stack, key)) for key in ("scan", "param_axis")]
+  changes = [f"{key} {before} -> {after}" for key, before, after in options if before != after]
   plan = wanted.plan()
-  if plan != found.model.stack.plan:
-    changes.append("another plan")
+  ours, theirs = ([(place.path, place.axes) for place in index_map(of)] for of in (plan, found.model.stack.plan))
+  changes += ["other segments"] * (ours != theirs)
   return f"{src}: {', '.join(sizes)}\nlayout: {', '.join(changes) or 'as it is'}\n\n{plan.table()}\n"
 
 

@@ -120,6 +120,8 @@ def _check_same(config: StackConfig, text: text_lib.Text, checkpoint: pathlib.Pa
                        f"`python -m linen_stack convert {checkpoint} NEW {' '.join(how)}` lays them out as here")
   if layout:
     raise CommandError(f"cannot resume from {checkpoint}: it is of another model: {listed}")
+  if not (checkpoint / "optimizer").is_dir():
+    raise CommandError(f"cannot resume from {checkpoint}: it holds a model alone, without the state of its training")
   trained_on = checkpoints.load_text(checkpoint)
   if trained_on != text.fingerprint():
     raise CommandError(f"cannot resume from {checkpoint}: it was trained on another text "

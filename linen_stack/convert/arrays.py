@@ -1,4 +1,4 @@
-"""Values: rows taken out of stacked leaves and put together in another order. On the host, on devices, or as mere shapes.
+"""Values: rows of stacked leaves put together in another order, on the host, on devices, or as mere shapes.
 
     numpy, memory maps, readers    on the host: views where one row is taken, else one allocation of the result
     jax arrays                     under jit, with the result's sharding asked for, so that nothing is gathered
@@ -49,8 +49,8 @@ class Row(NamedTuple):
 class Lazy:
   """A leaf of a converted tree, made when it is asked for.
 
-  It has `shape` and `dtype`. `read()` makes the leaf; `blocks()` gives it layer by layer, for a writer that never holds more;
-  `np.asarray` works as well.
+  It has `shape` and `dtype`. `read()` makes the leaf; `blocks()` gives it layer by layer, for a writer that never holds
+  more; `np.asarray` works as well.
   """
 
   def __init__(self, rows: Sequence[Row], axes: tuple[tuple[str, int], ...], dims: tuple[int, ...]):
@@ -102,7 +102,9 @@ class Lazy:
 
 def is_abstract(value: Any) -> bool:
   """Whether a leaf is a shape without values."""
-  return not isinstance(value, jax.Array) and (isinstance(value, jax.ShapeDtypeStruct) or not hasattr(value, "__getitem__"))
+  if isinstance(value, jax.Array):
+    return False
+  return isinstance(value, jax.ShapeDtypeStruct) or not hasattr(value, "__getitem__")
 
 
 def same_bits(a: Any, b: Any) -> bool:
@@ -161,8 +163,8 @@ def _on_host(rows: Sequence[Row], sizes: tuple[int, ...], dims: tuple[int, ...])
     value = row.stored.value
     if id(value) not in host:
       if isinstance(value, jax.Array) and not value.is_fully_addressable:
-        raise ValueError(f"an array {value.shape} in {value.sharding.memory_kind} memory is spread over several processes; "
-                         "move it to device memory before it is converted")
+        raise ValueError(f"an array {value.shape} in {value.sharding.memory_kind} memory is spread over several "
+                         "processes; move it to device memory before it is converted")
       host[id(value)] = np.asarray(value) if isinstance(value, jax.Array) else value
   if _is_whole(rows) and isinstance(host[id(first.value)], np.ndarray):
     front = _to_front(host[id(first.value)], first)
@@ -185,8 +187,8 @@ def _on_host(rows: Sequence[Row], sizes: tuple[int, ...], dims: tuple[int, ...])
 def _in_host_memory(value: Any) -> bool:
   if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
     return False  # what is traced is converted where it is
-  kind = value.sharding.memory_kind
-  return kind is not None and kind != next(iter(value.sharding.device_set)).default_memory().kind
+  kind, devices = value.sharding.memory_kind, value.sharding.addressable_devices or value.sharding.device_set
+  return kind is not None and kind != next(iter(devices)).default_memory().kind
 
 
 # On devices -----------------------------------------------------------------------------------------------------------
@@ -260,8 +262,11 @@ def _rewrapped(value: Any, mesh: jax.sharding.Mesh) -> Any:
 
 
 def _sharding(stored: Stored, sizes: tuple[int, ...], dims: tuple[int, ...]) -> Any:
-  """The sharding of a converted leaf, or None where there is none to keep. A layer's own axes keep theirs; what the layers
-  were spread over, they are spread over still, along the outermost axis whose size allows it."""
+  """The sharding of a converted leaf, or None where there is none to keep.
+
+  A layer's own axes keep theirs; what the layers were spread over, they are spread over still, along the outermost axis
+  whose size allows it.
+  """
   if isinstance(stored.value, jax.core.Tracer):
     return None
   sharding = getattr(stored.value, "sharding", None)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from linen_stack.convert import leaves, sites
+from linen_stack.convert import contents, leaves, sites
 from linen_stack.convert.layout import Layout, Place, positions
 from linen_stack.stacked import is_box, value
 
@@ -22,7 +22,7 @@ class LayerAxes:
   names: tuple[str, ...] = ()
   """What they are called: the segment's name, the run's name."""
   layers: np.ndarray | None = None
-  """Global layer indices in the shape of these axes: [] for the leaf of one layer, None for a leaf of no layer or of several."""
+  """Global layer indices in the shape of these axes: [] for the leaf of one layer, None for the leaf of no layer."""
 
   def __bool__(self) -> bool:
     return bool(self.axes)
@@ -59,10 +59,10 @@ def layer_axes(plan: Any, tree: Any, param_axis: int | None = None, scan: bool |
   layout = Layout.of(plan, param_axis, scan)
   options = sites.Options(within, collection_axes, shared, allow_missing)
   found = sites.find(tree, layout, options)
-  sites.take(found, layout, options)  # raises where leaves are not stacked as the plan says
+  contents.take(found, layout, options)  # raises where leaves are not stacked as the plan says
 
   def of_site(site: sites.Site) -> Mapping[str, Any]:
-    shared_in = {place.path: sites.shared_in(site, found.sites, place, options) for place in layout.places}
+    shared_in = {place.path: contents.shared_in(site, found.sites, place, options) for place in layout.places}
 
     def of_leaf(keys: tuple[Any, ...], leaf: Any) -> Any:
       path = tuple(getattr(entry, "key", entry) for entry in keys)
@@ -74,7 +74,8 @@ def layer_axes(plan: Any, tree: Any, param_axis: int | None = None, scan: bool |
 
     return jax.tree_util.tree_map_with_path(of_leaf, site.holder, is_leaf=leaves.is_leaf)
 
-  return found.structure.unflatten([of_site(item) if isinstance(item, sites.Site) else _mark(item) for item in found.items])
+  return found.structure.unflatten(
+      [of_site(item) if isinstance(item, sites.Site) else _mark(item) for item in found.items])
 
 
 def _mark(leaf: Any, place: Place | None = None, axis: int = 0) -> Any:

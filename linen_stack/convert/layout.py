@@ -39,7 +39,9 @@ def index_map(plan: Plan | Segment, scan: bool = True) -> tuple[Place, ...]:
   Example::
 
     for place in index_map(plan):
-      print(place.path, place.axes, place.layers)   # ('layers', 'local') (('layers', 2), ('local', 3)) [[0 1 2] [4 5 6]]
+      print(place.path, place.axes, place.layers)
+    # ('layers', 'local') (('layers', 2), ('local', 3)) [[0 1 2] [4 5 6]]
+    # ('layers', 'global') (('layers', 2),) [3 7]
   """
   plan = Plan.of(plan)
   places = []
@@ -117,9 +119,9 @@ class Layout:
     """The keys under which the layers stand, side by side with whatever else the model has."""
     return frozenset(place.path[0] for place in self.places)
 
-  def unknown(self, key: str) -> bool:
+  def unknown(self, key: Any) -> bool:
     """Whether a key looks like one of the layers', and is none of them."""
-    name, _, number = key.rpartition("_")
+    name, _, number = str(key).rpartition("_")
     return key not in self.roots and number.isdecimal() and any(name == segment.name for segment in self.plan)
 
   def others(self) -> Iterator[Layout]:

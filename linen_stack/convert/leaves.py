@@ -28,7 +28,7 @@ def is_leaf(x: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Part:
-  """One layer's own leaf: a row of a stored leaf, or a value that has no stacked axes and is the same for all layers."""
+  """One layer's own leaf: a row of a stored leaf, or a value without stacked axes that is the same for all layers."""
 
   path: str
   row: arrays.Row | None
@@ -128,7 +128,7 @@ def put(trees: Sequence[Tree], place: Place, axis: int, lazy: bool, problems: li
       problems.append(f"{place}: {_difference(layers[0], first, i, tree)}; layers of one run must be alike")
       return None
   columns = zip(*(tree.parts for tree in trees))
-  return jax.tree.unflatten(first.structure, [_stacked(parts, layers, place, axis, lazy, problems) for parts in columns])
+  return first.structure.unflatten([_stacked(parts, layers, place, axis, lazy, problems) for parts in columns])
 
 
 def _difference(i: int, a: Tree, j: int, b: Tree) -> str:
@@ -137,7 +137,8 @@ def _difference(i: int, a: Tree, j: int, b: Tree) -> str:
   return f"layers {i} and {j} have trees of different structure, {a.structure} and {b.structure}"
 
 
-def _stacked(parts: Sequence[Part], layers: Sequence[int], place: Place, axis: int, lazy: bool, problems: list[str]) -> Any:
+def _stacked(parts: Sequence[Part], layers: Sequence[int], place: Place, axis: int, lazy: bool,
+             problems: list[str]) -> Any:
   first = parts[0]
   for i, part in zip(layers[1:], parts[1:]):
     why = _unlike(first, part)

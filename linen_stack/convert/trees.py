@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from linen_stack.convert import leaves, sites
+from linen_stack.convert import contents, leaves, sites
 from linen_stack.convert.layout import Layout, Place
 from linen_stack.convert.sites import Site
 
@@ -36,7 +36,7 @@ class Layers(list):
 
 @dataclasses.dataclass(frozen=True)
 class _Outline:
-  """A tree without its layers and other leaves: where the sites are (`Site`s without a holder), None for other leaves."""
+  """A tree without its layers and leaves: its structure, and for each leaf of that a site without a holder, or None."""
 
   structure: Any
   sites: tuple[Any, ...]
@@ -54,9 +54,10 @@ def unstack(tree: Any, plan: Any, param_axis: int | None = None, scan: bool | No
             allow_missing: bool = False, lazy: bool = False) -> Layers:
   """The layers of a tree, one by one.
 
-  Of variables `{"params": {"layers": X, "final_norm": N}}`, layer i is `{"params": X_i}`, which the layer's own module takes,
-  and the rest is `{"params": {"final_norm": N}}`. Of params alone, layer i is `X_i`. Of an optimiser's state it is that state
-  with copies of the params replaced in this way, and with None for what is no layer's (counters), which is in the rest.
+  Of variables `{"params": {"layers": X, "final_norm": N}}`, layer i is `{"params": X_i}`, which the layer's own module
+  takes, and the rest is `{"params": {"final_norm": N}}`. Of params alone, layer i is `X_i`. Of an optimiser's state it
+  is that state with copies of the params replaced in this way, and with None for what is no layer's (counters), which
+  is in the rest.
 
   Args: see `linen_stack.convert`; `lazy` makes `Lazy` leaves.
 
@@ -67,14 +68,16 @@ def unstack(tree: Any, plan: Any, param_axis: int | None = None, scan: bool | No
   layout = Layout.of(plan, param_axis, scan)
   options = sites.Options(within, collection_axes, shared, allow_missing)
   found = sites.find(tree, layout, options)
-  taken = sites.take(found, layout, options)
+  taken = contents.take(found, layout, options)
+
+  def own(item: Any, i: int) -> Any:
+    return leaves.put([taken[item.keys][i]], _alone(i), 0, lazy, []) if isinstance(item, Site) else None
 
   def layer(i: int) -> Any:
-    return found.structure.unflatten([
-        leaves.put([taken[item.keys][i]], _alone(i), 0, lazy, []) if isinstance(item, Site) else None for item in found.items])
+    return found.structure.unflatten([own(item, i) for item in found.items])
 
   outline = _Outline(found.structure, tuple(item.outline() if isinstance(item, Site) else None for item in found.items))
-  return Layers(map(layer, range(layout.plan.num_layers)), found.map(lambda site: sites.rest(site, layout)), outline)
+  return Layers(map(layer, range(layout.plan.num_layers)), found.map(lambda site: contents.rest(site, layout)), outline)
 
 
 def stack(trees: Sequence[Any], plan: Any, param_axis: int | None = None, scan: bool | None = None, *, rest: Any = None,
@@ -110,7 +113,7 @@ def stack(trees: Sequence[Any], plan: Any, param_axis: int | None = None, scan: 
     if site is None:
       continue
     own = [_own_tree(outline, of_layer, k, i, options, problems) for i, of_layer in enumerate(of_layers)]
-    items[k] = sites.put(site, items[k], own, layout, lazy, problems)
+    items[k] = contents.put(site, items[k], own, layout, lazy, problems)
     if site.is_params and not allow_missing:
       problems += [f"layer {i}: nothing in {site.path or 'its tree'}" for i, tree in enumerate(own) if tree.is_absent]
   if problems:
@@ -126,8 +129,8 @@ def _plain(trees: list[Any], rest: Any, options: sites.Options) -> tuple[_Outlin
   names = list(dict.fromkeys(name for tree in both for name in tree))
   whole = [{name: tree.get(name, {}) for name in names} for tree in both]
   structure = jax.tree.structure({name: 0 for name in names})
-  found = tuple(Site((jax.tree_util.DictKey(name),), {}, None if name == "params" else options.collection_axes.get(name, 0))
-                for name in sorted(names))
+  axes = {name: None if name == "params" else options.collection_axes.get(name, 0) for name in sorted(names)}
+  found = tuple(Site((jax.tree_util.DictKey(name),), {}, axis) for name, axis in axes.items())
   return _Outline(structure, found), whole[:-1], whole[-1]
 
 
@@ -136,7 +139,7 @@ def _own_tree(outline: _Outline, of_layer: Sequence[Any], k: int, i: int, option
   """The tree that a layer has at site `k`."""
   here = [dataclasses.replace(site, holder=tree) if site else None for site, tree in zip(outline.sites, of_layer)]
   place = _alone(i)
-  shared = sites.shared_in(here[k], [site for site in here if site], place, options)
+  shared = contents.shared_in(here[k], [site for site in here if site], place, options)
   found: list[str] = []
   tree = leaves.take(of_layer[k], place, 0, shared, here[k].path, found)[0]
   problems += [f"layer {i}: {problem}" for problem in found]
@@ -162,8 +165,8 @@ def restack(tree: Any, from_plan: Any, to_plan: Any, *, param_axis: int | None =
 
   Raises:
     TypeError: for arguments of a wrong type.
-    ValueError: where the tree is not laid out as `from_plan` says (lists paths and shapes), where the plans do not have as many
-      layers, and where layers that are to share a run differ in structure, shape or dtype.
+    ValueError: where the tree is not laid out as `from_plan` says (lists paths and shapes), where the plans do not have
+      as many layers, and where layers that are to share a run differ in structure, shape or dtype.
   """
   layout = Layout.of(from_plan, param_axis, scan, "from_plan")
   to = Layout.of(to_plan, to_param_axis, to_scan, "to_plan", default=layout)
@@ -172,15 +175,15 @@ def restack(tree: Any, from_plan: Any, to_plan: Any, *, param_axis: int | None =
     raise ValueError(f"from_plan has {layout.plan.num_layers} layers and to_plan has {to.plan.num_layers}; "
                      "a conversion neither drops layers nor makes them up")
   found = sites.find(tree, layout, options)
-  taken = sites.take(found, layout, options)
+  taken = contents.take(found, layout, options)
   problems: list[str] = []
 
   def moved(site: Site) -> Mapping[str, Any]:
-    beside = sites.rest(site, layout)
+    beside = contents.rest(site, layout)
     if layout != to:
       problems.extend(f"{site.at([key])}/{name}: belongs to a block as a whole, and not to one of its layers"
                       for key in beside if key in layout.roots for name in beside[key])
-    return sites.put(site, beside, taken[site.keys], to, lazy, problems)
+    return contents.put(site, beside, taken[site.keys], to, lazy, problems)
 
   result = found.map(moved)
   if problems:
