@@ -232,7 +232,7 @@ def test_a_run_is_not_overwritten(folder, whole):
 
 @pytest.mark.parametrize("change, words", [
     (["model.num_layers=3"], ["another model", "model.num_layers (there 2, here 3)"]),
-    (["stack.scan=false"], ["another model", "stack.scan (there True, here False)"]),
+    (["stack.scan=false"], ["laid out in another way", "stack.scan (there True, here False)"]),
     (["model.args={aux: 1}"], ["another model", "model.args.aux"]),
 ])
 def test_another_model_does_not_resume(folder, whole, change, words):
