@@ -133,6 +133,12 @@ def test_seconds_go_by_whichever_takes_longer():
   assert thin.seconds == pytest.approx(2 * (4096 * 4096 + 2 * 4096) / chip.bandwidth / 2)
 
 
+def test_what_goes_to_the_host_and_back_is_moved():
+  host, device = jax.memory.Space.Host, jax.memory.Space.Device
+  cost = flops.cost(lambda x: jax.device_put(jax.device_put(x, host), device), X)
+  assert (cost.flops, cost.vector, cost.bytes) == (0, 0, 2 * 5 * 8 * 4)
+
+
 # Stacks --------------------------------------------------------------------------------------------------------------------
 
 LAYER = dict(embed=32, mlp=64, num_heads=4, num_kv_heads=2)

@@ -150,7 +150,7 @@ class _Model:
       on_the_way += 2 * recompute.carry_in_step
       offloaded += carries
       carries = 0.0
-    moved = saved + offloaded + carries + inside
+    moved = saved + 2 * offloaded + carries + inside  # what is on its way passes a buffer on the device
     base = recompute.of(())
     seconds = (self.full + cost.seconds - base.cost.seconds
                + 2 * (moved - recompute.carry) / self.estimator.chip.bandwidth / self.estimator.program.mesh.size)

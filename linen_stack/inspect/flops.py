@@ -4,8 +4,9 @@ What counts:
 
     flops     two for each multiplication and addition of a matrix product, grouped (ragged) product or convolution
     vector    one for each element that anything else computes; moving and reshaping values is no operation
-    bytes     operands and results of products, reductions, sorts, gathers and scatters. Elementwise work costs none: it is
-              assumed to be fused into the operation that it feeds or follows
+    bytes     operands and results of products, reductions, sorts, gathers and scatters; what loops slice off and stack up;
+              what goes to the host and comes back. Elementwise work costs none: it is assumed to be fused into the
+              operation that it feeds or follows
     seconds   the sum of what each operation takes on a chip, by whichever of flops and bytes takes longer
 
 XLA's own analysis, `compiled.cost_analysis()`, counts the body of a loop once.
@@ -26,7 +27,7 @@ from linen_stack.inspect.origins import call_body, loop_counts
 from linen_stack.tags import tag_name
 
 _FREE = {
-    "name", "copy", "copy_p", "device_put", "optimization_barrier", "reduce_precision", "sharding_constraint", "reshard",
+    "name", "copy", "copy_p", "optimization_barrier", "reduce_precision", "sharding_constraint", "reshard",
     "stop_gradient", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "transpose", "convert_element_type",
     "bitcast_convert_type", "iota", "slice", "rev", "pvary", "mesh_cast", "random_wrap", "random_unwrap", "split",
     "empty", "create_token", "get", "swap", "layout_constraint", "axis_index",
@@ -190,6 +191,9 @@ class Walk:
 def _operation(eqn: Any) -> tuple[float, float, float]:
   """flops, vector operations and bytes of an equation without a body."""
   name, ins, outs = eqn.primitive.name, [var.aval for var in eqn.invars], [var.aval for var in eqn.outvars]
+  if name == "device_put":  # between memories: the device's own is read or written
+    places = zip(ins, outs)
+    return 0, 0, sum(_bytes(one) for one, other in places if one.memory_space != other.memory_space)
   if name in _FREE:
     return 0, 0, 0
   moved = sum(map(_bytes, _avals(eqn)))
