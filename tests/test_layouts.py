@@ -90,7 +90,7 @@ def check_plan(plan, layout):
   want, want_grads = interpret.value_and_grad(of_loop, has_aux=True)([layer["params"] for layer in layers])
   assert_close((value, aux), want)
   grads = [layer["params"] for layer in layers_of({"params": grads}, plan, axis, scan)]
-  assert_close(grads, want_grads, rtol=2e-6)
+  assert_close(grads, want_grads, rtol=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(8))  # parts, so that they spread over workers
@@ -179,8 +179,9 @@ def test_dropout_masks_do_not_depend_on_the_policy(remat, scan):
     y = stack.apply({"params": params}, X8, deterministic=False, rngs={"dropout": jax.random.key(9)})
     return (y ** 2).sum()
 
-  want = jax.jit(jax.grad(lambda p: loss(p, ls.StackedDecoder(plan, remat="none"))))(params)
+  grad = lambda fn, params: interpret.value_and_grad(fn)(params)[1]
+  want = grad(lambda p: loss(p, ls.StackedDecoder(plan, remat="none")), params)
   own = jax.jit(ls.StackedDecoder(plan, scan=scan).init)(jax.random.key(0), X8)["params"]
-  got = jax.jit(jax.grad(lambda p: loss(p, ls.StackedDecoder(plan, remat=remat, scan=scan))))(own)
+  got = grad(lambda p: loss(p, ls.StackedDecoder(plan, remat=remat, scan=scan)), own)
   assert_close([layer["params"] for layer in layers_of({"params": got}, plan, 0, scan)],
-               [layer["params"] for layer in layers_of({"params": want}, plan)], rtol=3e-6)
+               [layer["params"] for layer in layers_of({"params": want}, plan)], rtol=1e-6)
