@@ -149,7 +149,7 @@ def _layer(config: Config) -> Callable[[int, LayerKind], LayerSpec]:
       "moe": dict(moe=dict(
           num_experts=read("num_experts"), hidden=read("moe_intermediate_size"), top_k=read("num_experts_per_tok"),
           normalize=read("norm_topk_prob", bool), shared_hidden=read("shared_expert_intermediate_size"),
-          shared_gate=True)),
+          shared_gate=True, balance_weight=field(config, "router_aux_loss_coef", float, 0.001))),
   }
   common = dict(embed=read("hidden_size"), norm_eps=field(config, "rms_norm_eps", float, 1e-6))
 
@@ -189,7 +189,8 @@ def _config_of(model: Any) -> dict[str, Any]:
     config.update(intermediate_size=dense.hidden)
   if moe := parts.get(MoE):
     config.update(num_experts=moe.num_experts, num_experts_per_tok=moe.top_k, moe_intermediate_size=moe.hidden,
-                  norm_topk_prob=moe.normalize, shared_expert_intermediate_size=moe.shared_hidden)
+                  norm_topk_prob=moe.normalize, shared_expert_intermediate_size=moe.shared_hidden,
+                  router_aux_loss_coef=moe.balance_weight)
   full = {**DEFAULTS, **config}
   spec_of = _layer(full)
   for i, (layer, kind) in enumerate(zip(layers, layer_kinds(full))):
@@ -198,8 +199,6 @@ def _config_of(model: Any) -> dict[str, Any]:
     for part, expected in zip(layer.parts(), described.parts()):
       if isinstance(part, GatedDeltaNet):
         part = part.clone(chunk=expected.chunk)  # says how to compute, not what
-      if isinstance(part, MoE):
-        part = part.clone(balance_weight=expected.balance_weight)  # is of training alone
       if part != expected:
         raise ValueError(f"layer {i} has a part that no qwen3_next config has beside those of the other layers: {part}")
   return config
