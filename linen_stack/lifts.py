@@ -22,6 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core
 
+from linen_stack import loops
 from linen_stack.lifting import (TAKES_SLICES, is_array, lift, lift_transform, lift_with_own_scope, split_static, take_slices)
 from linen_stack.jax_policies import names_first
 from linen_stack.specs import nearest
@@ -170,6 +171,18 @@ def tag_carry(policy: RematPolicy, carry: Any, always: bool = False) -> Any:
   if policy.carry == "save" and not always:
     return carry
   return jax.tree.map(lambda x: checkpoint_name(x, CARRY_TAG) if is_array(x) else x, carry)
+
+
+def region(policy: RematPolicy, loop: Callable[..., Any]) -> Callable[..., Any]:
+  """Several layers rematerialised together: what `levels` and `every` make of the body of an outer loop."""
+
+  def together(state, xs):
+    *others, carry = state
+    return loop((*others, tag_carry(policy, carry)), fetched(xs))
+
+  cse = policy.prevent_cse
+  flags = loops.over_parts(*cse) if isinstance(cse, tuple) else bool(cse)
+  return jax.checkpoint(together, policy=policy.resolve(), prevent_cse=flags)
 
 
 def observe(target: Any, see: Callable[[Any], None]) -> Any:

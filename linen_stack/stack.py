@@ -95,7 +95,8 @@ class StackedDecoder(nn.Module):
 
   decode: str = "unroll"
   """How layers run whose per-layer arguments come as a list of arrays, such as caches: "unroll", layer by layer, nothing is
-  stacked or copied; "scan", stacked for the loop and taken apart again. A stacked tree always takes the loop."""
+  stacked or copied; "scan", stacked for the loop and taken apart again. A stacked tree always takes the loop, and so do all
+  with `offload_params`: outside of a loop many layers' parameters would be fetched at once."""
 
   unroll: int = 1
   """Layers per step of the outer loop, as in `jax.lax.scan`."""
@@ -143,7 +144,7 @@ class StackedDecoder(nn.Module):
       a per-layer argument: in the form of that argument, in layer order.
     """
     call = Call.of(self.plan, args, kwargs, layer_index=self.layer_index, static_argnames=self.static_argnames,
-                   decode=self.decode)
+                   decode="scan" if self.offload_params is not False else self.decode)
     self._check_layout()
     self._check_call(x)
     x = strong(x)
@@ -208,7 +209,7 @@ class StackedDecoder(nn.Module):
     if policy is not None:
       nested = self._levels(self.plan[name])
       # Values cannot be offloaded from two nested loops, so the inner one is straight-line code then.
-      options.update(unroll=self.unroll, levels=nested, region=functools.partial(_region, policy) if nested else None,
+      options.update(unroll=self.unroll, levels=nested, region=functools.partial(lifts.region, policy) if nested else None,
                      unroll_inner=bool(nested and policy.offload))
     return loops.scan(body, length, self.param_axis, **options)
 
@@ -341,15 +342,3 @@ def _split(keys: dict[str, Any], count: int) -> list[dict[str, Any]]:
     return [keys]
   split = {s: loops.split_key(key, count) for s, key in keys.items()}
   return [jax.tree.map(lambda key: key[i], split) for i in range(count)]
-
-
-def _region(policy: RematPolicy, loop: Callable[..., Any]) -> Callable[..., Any]:
-  """Several layers rematerialised together: what `levels` and `every` make of the body of an outer loop."""
-
-  def region(state, xs):
-    *others, carry = state
-    return loop((*others, lifts.tag_carry(policy, carry)), lifts.fetched(xs))
-
-  cse = policy.prevent_cse
-  flags = loops.over_parts(*cse) if isinstance(cse, tuple) else bool(cse)
-  return jax.checkpoint(region, policy=policy.resolve(), prevent_cse=flags)
