@@ -5,6 +5,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import pytest
 
 import linen_stack as ls
+from linen_stack.models.moe import MoE, total_loss
 from tests.reference import A, B, assert_close, make_variables
 
 X = jax.random.normal(jax.random.key(0), (4, 8))
@@ -43,3 +44,30 @@ def test_stacked_parameters_sharded_by_their_logical_axes(axis_type):
     placed = jax.device_put(nn.unbox(variables), jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
     x = jax.device_put(X, NamedSharding(mesh, P("data")))
     assert_close(jax.device_get(jax.jit(stack.apply)(placed, x)), jax.device_get(want))
+
+
+@pytest.mark.parametrize("rules", [
+    {"batch": "data", "embed": "data"}, {"batch": ("data", "model"), "mlp": "model"}, {"batch": "data", "expert": "data"},
+    {"mlp": "model"}], ids=str)
+def test_experts_of_a_sharded_batch(rules):
+  """Each device sorts its own tokens; the numbers are those of one device."""
+  layer = MoE(num_experts=4, hidden=6, top_k=2, shared_hidden=4, router="sigmoid")
+  x = jax.random.normal(jax.random.key(0), (8, 3, 8))
+  boxed = layer.init(jax.random.key(1), x)
+
+  def loss(variables, x):
+    y, sown = layer.apply(variables, x, mutable=["losses"])
+    return (y ** 2).sum() + total_loss(sown["losses"])
+
+  variables = nn.unbox(boxed)
+  want = jax.jit(jax.value_and_grad(loss, (0, 1)))(variables, x)
+  mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+  specs = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), mesh, list(rules.items()))
+  with jax.set_mesh(mesh), nn.logical_axis_rules(list(rules.items())):
+    step = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    args = jax.device_put(variables, specs), jax.device_put(x, NamedSharding(mesh, P(rules.get("batch"))))
+    assert_close(jax.device_get(step(*args)), jax.device_get(want))
+    text = str(step.trace(*args).jaxpr)
+    assert ("shard_map" in text) == ("batch" in rules)
+    # What a device gathers of the matrices, it scatters of their gradients.
+    assert text.count("reduce_scatter[") == (3 if "batch" in rules else 0)

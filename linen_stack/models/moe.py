@@ -19,6 +19,7 @@ import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from linen_stack.models.layers import DType, Projection, SwiGLU, require_count
 from linen_stack.specs import nearest
@@ -87,7 +88,11 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-  """The experts' own maps of rows `[rows, embed]` sorted by expert; `sizes` `[experts]`: how many rows each has."""
+  """The experts' own maps of `tokens` `[tokens, embed]`, each by its `experts` `[tokens, top_k]`: `[tokens, top_k, embed]`.
+
+  Under a mesh over which rules split the batch, every device sorts its own tokens: no token travels, and what a device
+  lacks of the experts' matrices comes to it.
+  """
 
   num_experts: int
   hidden: int
@@ -95,17 +100,52 @@ class Experts(nn.Module):
   param_dtype: DType
 
   @nn.compact
-  def __call__(self, x: Array, sizes: Array) -> Array:
-    def project(y: Array, features: int, axes: tuple[str, str], name: str) -> Array:
-      init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=1, out_axis=2, batch_axis=0)
-      kernels = self.param(name, nn.with_logical_partitioning(init, ("expert", *axes)),
-                           (self.num_experts, y.shape[-1], features), self.param_dtype)
-      return checkpoint_name(lax.ragged_dot(y, kernels.astype(self.dtype), sizes), f"moe_mlp{name}")
+  def __call__(self, tokens: Array, experts: Array) -> Array:
+    embed = tokens.shape[-1]
+    init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=1, out_axis=2, batch_axis=0)
+    names = {"wi_0": ("embed", "mlp"), "wi_1": ("embed", "mlp"), "wo": ("mlp", "embed")}
+    sizes = {"embed": embed, "mlp": self.hidden}
+    kernels = {name: self.param(name, nn.with_logical_partitioning(init, ("expert", *axes)),
+                                (self.num_experts, *(sizes[axis] for axis in axes)), self.param_dtype).astype(self.dtype)
+               for name, axes in names.items()}
+    over = _batch_axes(tokens.shape[0])
+    if not over:
+      return self._apply(tokens, experts, kernels)
+    # Of the kernels' own axes, those that the batch is split over are gathered inside, so that gradients are scattered.
+    specs = {name: P(*(_among(axis, over) for axis in nn.logical_to_mesh_axes(("expert", *axes))))
+             for name, axes in names.items()}
 
-    x = x.astype(self.dtype)
-    gate = project(x, self.hidden, ("embed", "mlp"), "wi_0")
-    up = project(x, self.hidden, ("embed", "mlp"), "wi_1")
-    return project(nn.silu(gate) * up, x.shape[-1], ("mlp", "embed"), "wo")
+    def by_shard(tokens, experts, kernels):
+      for name, spec in specs.items():
+        for dim, axes in enumerate(spec):
+          if axes:
+            kernels[name] = lax.all_gather(kernels[name], axes, axis=dim, tiled=True)
+      return self._apply(tokens, experts, kernels)
+
+    return jax.shard_map(by_shard, in_specs=(P(over), P(over), specs), out_specs=P(over), axis_names=set(over),
+                         check_vma=False)(tokens, experts, kernels)
+
+  @nn.nowrap
+  def _apply(self, tokens: Array, experts: Array, kernels: dict[str, Array]) -> Array:
+    of_pair = experts.ravel()  # pair p is of token p // top_k
+    order = jnp.argsort(of_pair, stable=True)
+    sizes = jnp.bincount(of_pair, length=self.num_experts).astype(jnp.int32)
+    project = lambda y, name: checkpoint_name(lax.ragged_dot(y, kernels[name], sizes), f"moe_mlp{name}")
+    x = tokens[order // experts.shape[-1]].astype(self.dtype)
+    y = project(nn.silu(project(x, "wi_0")) * project(x, "wi_1"), "wo")
+    return y[jnp.argsort(order)].reshape(*experts.shape, -1)
+
+
+def _batch_axes(count: int) -> tuple[str, ...]:
+  """The axes of the mesh around that rules split a batch over, where they divide `count` tokens; () of none."""
+  mesh = jax.sharding.get_abstract_mesh()
+  over = dict(reversed(nn.get_logical_axis_rules())).get("batch") or ()
+  over = tuple(axis for axis in ((over,) if isinstance(over, str) else over) if mesh.shape.get(axis, 1) > 1)
+  return over if count % math.prod(mesh.shape[axis] for axis in over) == 0 else ()
+
+
+def _among(axes: Any, over: tuple[str, ...]) -> tuple[str, ...] | None:
+  return tuple(axis for axis in ((axes,) if isinstance(axes, str) else axes or ()) if axis in over) or None
 
 
 class MoE(nn.Module):
@@ -187,11 +227,7 @@ class MoE(nn.Module):
                     self.score_bias, self.balance_weight, self.param_dtype, name="router")
     experts, weights = router(tokens)
 
-    of_pair = experts.ravel()  # pair p is of token p // top_k
-    order = jnp.argsort(of_pair, stable=True)
-    sizes = jnp.bincount(of_pair, length=self.num_experts).astype(jnp.int32)
-    y = Experts(self.num_experts, self.hidden, name="experts", **dtypes)(tokens[order // self.top_k], sizes)
-    y = y[jnp.argsort(order)].reshape(*experts.shape, -1)  # [tokens, top_k, embed]
+    y = Experts(self.num_experts, self.hidden, name="experts", **dtypes)(tokens, experts)
     y = jnp.einsum("tke,tk->te", y.astype(weights.dtype), weights).astype(self.dtype)
 
     if self.shared_hidden is not None:
