@@ -169,13 +169,12 @@ class TensorLeaf:
 
 
 class _Told:
-  """A leaf that tells when it is read."""
+  """A leaf that tells how much of it is read."""
 
   def __init__(self, leaf: Any, tell: Callable[[int], None]):
     self._leaf, self._tell, self.shape, self.dtype = leaf, tell, leaf.shape, leaf.dtype
 
-  def __array__(self, dtype=None, copy=None) -> np.ndarray:
-    del copy
-    values = np.asarray(self._leaf, dtype)
+  def __getitem__(self, index: tuple[int | slice, ...]) -> np.ndarray:
+    values = self._leaf[index]
     self._tell(values.nbytes)
     return values

@@ -196,7 +196,8 @@ def save_model(folder: str | os.PathLike[str], model: LanguageModel, variables: 
 
   Args:
     folder: what to make. It must not exist, or be empty.
-    variables: the model's. A leaf may be anything with `shape`, `dtype` and `__array__`; each is held in memory alone.
+    variables: the model's. A leaf may be anything with `shape`, `dtype` and either `__array__` (each is held in
+      memory alone) or basic indexing (a tensor is read at a time).
     max_shard_bytes: a larger model is written as several files with an index.
 
   Raises:
@@ -216,9 +217,11 @@ def save_model(folder: str | os.PathLike[str], model: LanguageModel, variables: 
   with Writer(folder, announced, max_shard_bytes) as writer:
     writer.write_json("config.json", config)
     for path, leaf in leaves.items():
-      array = np.asarray(values[path])
+      array = values[path]
+      if isinstance(array, jax.Array) or not hasattr(array, "__getitem__"):
+        array = np.asarray(array)  # JAX cannot index what is in host memory
       for row in leaf.rows:
-        writer.write(row.tensor, leaf.transform.save(array[row.index]))
+        writer.write(row.tensor, leaf.transform.save(np.asarray(array[row.index])))
 
 
 def _describe(model: LanguageModel) -> tuple[Family, dict[str, Any]]:

@@ -51,19 +51,20 @@ class Item:
       self.tree = reader.metadata(self.folder).item_metadata.tree
     self._leaves = {path_of(keys): StoredLeaf(self, metadata)
                     for keys, metadata in jax.tree_util.tree_leaves_with_path(self.tree)}
-    self._kept: tuple[StoredLeaf, np.ndarray] | None = None
+    self._kept: tuple[StoredLeaf, Any, np.ndarray] | None = None
 
   def like(self, abstract: Any) -> Any:
     """The leaves in the structure of `abstract`. Raises CheckpointError where the checkpoint holds something else."""
     checkpoints.check_same_shapes(self.checkpoint, self.tree, abstract)
     return jax.tree_util.tree_map_with_path(lambda keys, _: self._leaves[path_of(keys)], abstract)
 
-  def whole(self, leaf: StoredLeaf) -> np.ndarray:
-    """All of a leaf. The last one is kept: what is stored in one piece has to be read whole for each layer."""
-    if self._kept is None or self._kept[0] is not leaf:
+  def read(self, leaf: StoredLeaf, region: tuple[slice, ...]) -> np.ndarray:
+    """A part of a leaf. The last one is kept: what is stored in one piece has to be read whole for each layer."""
+    if self._kept is None or self._kept[0] is not leaf or self._kept[1] != region:
       self._kept = None
-      self._kept = (leaf, leaf.store.read().result())
-    return self._kept[1]
+      with checkpoints.reading(self.checkpoint):
+        self._kept = (leaf, region, leaf.store[region].read().result())
+    return self._kept[2]
 
 
 class StoredLeaf:
@@ -85,12 +86,14 @@ class StoredLeaf:
       place = {"driver": "file", "path": f"{folder}/{name}"}
     return ts.open({"driver": "auto", "kvstore": place}, open=True, read=True).result()
 
-  def __getitem__(self, index: Any) -> np.ndarray:
-    with checkpoints.reading(self._item.checkpoint):
-      part = self.store[index]
-      if math.prod(self.block_shape) > part.size:
-        return self._item.whole(self)[index]
-      return part.read().result()
+  def __getitem__(self, index: tuple[int | slice, ...]) -> np.ndarray:
+    """A part of it, by an int or a slice for each axis."""
+    # Where a layer is asked for, all of the pieces that hold it are read.
+    starts = [i - i % block if isinstance(i, int) else 0 for i, block in zip(index, self.block_shape)]
+    region = tuple(slice(start, min(start + block, size)) if isinstance(i, int) else i
+                   for i, start, block, size in zip(index, starts, self.block_shape, self.shape))
+    inside = tuple(i - start if isinstance(i, int) else slice(None) for i, start in zip(index, starts))
+    return self._item.read(self, region)[inside]
 
   def __array__(self, dtype=None, copy=None) -> np.ndarray:
     del copy
