@@ -52,7 +52,8 @@ def offload_params(target: Any, select: Callable[[str, Any], bool] | None = None
 
   def lifted(fn, select):
     def stage(pure, scopes, variables, rngs, *args, **kwargs):
-      move = lambda trees, to: tuple({**cols, "params": to(cols["params"], select)} if "params" in cols else cols for cols in trees)
+      move = lambda trees, to: tuple({**cols, "params": to(cols["params"], select)} if "params" in cols else cols
+                                     for cols in trees)
       result, changed = pure(move(variables, _fetch), rngs, *args, **kwargs)
       return result, move(changed, _store) if store else changed
 
@@ -65,8 +66,8 @@ def fetch_together(loop: Any, select: Callable[[str, Any], bool], policy: RematP
   """`offload_params` around an inner loop, `(module, carry, ...) -> (carry, output)` over parameters [count, ...].
 
   Compilers take slices out of host memory, but no slices of slices. Inside another loop the parameters of all `count`
-  layers are therefore fetched in one go, in a region of their own, so that no copy is kept for the backward pass. It keeps
-  what `policy` says and each layer's carry, which the layers must tag (`tag` of `remat`), so that no layer runs once more.
+  layers are therefore fetched in one go, in a region of their own, so that no copy is kept for the backward pass. It
+  keeps what `policy` says and each layer's carry, which the layers must tag (`tag` of `remat`): no layer runs once more.
   """
   of_one = lambda path, leaf: select(path, jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype))
   base = all_but_fetched
@@ -78,7 +79,8 @@ def fetch_together(loop: Any, select: Callable[[str, Any], bool], policy: RematP
 
 def fetched(tree: Any) -> Any:
   """A tree with all that is in host memory brought to the device."""
-  return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device) if is_array(x) and _on_host(x) else x, tree)
+  move = lambda x: jax.device_put(x, jax.memory.Space.Device) if is_array(x) and _on_host(x) else x
+  return jax.tree.map(move, tree)
 
 
 def all_but_fetched(prim: Any, *_: Any, **__: Any) -> bool:

@@ -1,7 +1,7 @@
 """Where parameters stand: shardings, memory kinds included, for parameters and for trees shaped like them.
 
-What a stack's `offload_params` selects belongs in host memory, everything else on the device. One tree of shardings serves
-`jax.device_put(params, shardings)`, `jax.jit(..., out_shardings=shardings)` and, as part of templates, orbax.
+What a stack's `offload_params` selects belongs in host memory, everything else on the device. One tree of shardings
+serves `jax.device_put(params, shardings)`, `jax.jit(..., out_shardings=shardings)` and, in templates, orbax.
 """
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def host_shardings(stack: StackedDecoder | Plan, abstract: Any, mesh: Mesh | Non
   if isinstance(stack, Plan):
     stack = StackedDecoder(stack, offload_params=True)
   if not isinstance(stack, StackedDecoder):
-    raise TypeError(f"stack must be a StackedDecoder or a Plan, not {type(stack).__name__}; of a model it is model.stack")
+    raise TypeError(f"stack must be a StackedDecoder or a Plan, not {type(stack).__name__}; of a model it is "
+                    "model.stack")
   if mesh is not None and not isinstance(mesh, Mesh):
     raise TypeError(f"mesh must be a jax.sharding.Mesh, which has devices, not {mesh!r}")
   if select is not None and not callable(select):
@@ -79,7 +80,8 @@ def host_shardings(stack: StackedDecoder | Plan, abstract: Any, mesh: Mesh | Non
       check_memory_kind(HOST, "parameters are to be in", device)
   shardings = []
   for path, (_, leaf), host in zip(paths, leaves, hosts):
-    sharding = SingleDeviceSharding(jax.local_devices()[0]) if mesh is None else NamedSharding(mesh, _spec(leaf, rules))
+    here = SingleDeviceSharding(jax.local_devices()[0])
+    sharding = here if mesh is None else NamedSharding(mesh, _spec(leaf, rules))
     place = find(stack.plan, path)
     if host and mesh is not None and place is not None:
       _check_layers_whole("/".join(path), sharding.spec[:len(place.sizes)])
@@ -149,5 +151,5 @@ def _spec(leaf: Any, rules: Iterable[tuple[str, Any]] | None) -> PartitionSpec:
 def _check_layers_whole(path: str, axes: Iterable[Any]) -> None:
   for axis in axes:
     if axis is not None:
-      raise ValueError(f"{path}: its layers are split over mesh axis {axis!r}, but they are fetched from host memory one by "
-                       "one, by all devices; let the rules map the layer axis to None, or keep it on the device")
+      raise ValueError(f"{path}: its layers are split over mesh axis {axis!r}, but they are fetched from host memory one "
+                       "by one, by all devices; let the rules map the layer axis to None, or keep it on the device")

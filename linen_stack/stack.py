@@ -118,8 +118,8 @@ class StackedDecoder(nn.Module):
     if callable(self.offload_params):
       chosen = bool(self.offload_params(path, leaf))
       if chosen and len(leaf.shape) < 2 and leaf.dtype.itemsize < 4:
-        raise ValueError(f"offload_params selects {path!r}, {leaf.dtype} {list(leaf.shape)}: a TPU cannot take vectors of less than "
-                         "32 bits an element out of host memory layer by layer; select leaves with len(leaf.shape) >= 2")
+        raise ValueError(f"offload_params selects {path!r}, {leaf.dtype} {list(leaf.shape)}: a TPU cannot take vectors of less "
+                         "than 32 bits an element out of host memory layer by layer; select leaves of two axes and more")
       return chosen
     if self.offload_params is False:
       return False

@@ -1,8 +1,8 @@
 """`on_device`: functions over trees that stand partly in host memory, computed on the device, a layer at a time.
 
-JAX refuses arithmetic that mixes memories, and bringing everything over first is what does not fit. `on_device(fn, stack)`
-traces `fn` as if all of its arguments were on the device, and then runs the program so that of each parameter in host
-memory one layer is on the device at a time. Each operation is one of:
+JAX refuses arithmetic that mixes memories, and bringing everything over first is what does not fit.
+`on_device(fn, stack)` traces `fn` as if all of its arguments were on the device, and then runs the program so that of
+each parameter in host memory one layer is on the device at a time. Each operation is one of:
 
     elementwise   put off until it is known what needs it, then done layer by layer: in one loop for each parameter,
                       for i in range(layers): p[i], mu[i], nu[i] = what is wanted, from p[i], mu[i], nu[i], gradient[i]
@@ -28,8 +28,8 @@ from linen_stack.plan import Plan
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 _ELEMENTWISE = frozenset("""
-    abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp conj convert_element_type copy copy_p cos cosh
-    digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt
+    abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp conj convert_element_type copy cos cosh digamma
+    div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt
     max min mul name ne neg nextafter not or pow real reduce_precision rem round rsqrt select_n shift_left
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor
 """.split())
@@ -52,13 +52,13 @@ def on_device(fn: Callable[..., Any], stack: Any = None, *, out_shardings: Any =
   leaf in host memory it is `fn` itself.
 
   A result that is computed elementwise from leaves in host memory comes back in host memory, all others on the device.
-  A result that stands at the place of an argument, as `params` and `opt_state` do above, is written into that argument's
-  buffer: where the surrounding `jit` donates it, no second copy exists.
+  A result that stands at the place of an argument, as `params` and `opt_state` do above, is written into that
+  argument's buffer: where the surrounding `jit` donates it, no second copy exists.
 
   Args:
     fn: a pure function of trees. Arrays that it encloses stay where they are: pass them as arguments.
-    stack: the `StackedDecoder`, or its plan, whose parameters are in host memory; it says which axes count layers. Leaves
-      outside of it come over whole, one after the other, and without a stack all leaves do.
+    stack: the `StackedDecoder`, or its plan, whose parameters are in host memory; it says which axes count layers.
+      Leaves outside of it come over whole, one after the other, and without a stack all leaves do.
     out_shardings: a tree, or a prefix of one, of shardings for the results, such as `ls.host_shardings` gives: results
       are put in the memory that they name. For functions such as an optimiser's `init`, whose zeros come from nowhere.
   """
@@ -140,7 +140,8 @@ def _late(eqn: Any, inputs: Sequence[Any]) -> _Late:
   late = list(filter(_is_late, inputs))
   hosts = tuple(dict.fromkeys(host for x in late for host in x.hosts))
   # All have one shape, so that what is known of one holds for all.
-  return _Late(eqn.outvars[0].aval, max((x.layers for x in late), key=len, default=()), eqn=eqn, inputs=inputs, hosts=hosts)
+  layers = max((x.layers for x in late), key=len, default=())
+  return _Late(eqn.outvars[0].aval, layers, eqn=eqn, inputs=inputs, hosts=hosts)
 
 
 # Tracing ----------------------------------------------------------------------------------------------------------------

@@ -62,6 +62,12 @@ def init_state(model: nn.Module, tx: optax.GradientTransformation, seed: int) ->
   return jax.jit(lambda key: _init(model, init, key), out_shardings=shardings)(jax.random.key(seed))
 
 
+def host_bytes(state: State) -> int:
+  """The size of what belongs in host memory."""
+  return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)
+             if leaf.sharding is not None and leaf.sharding.memory_kind == placement.HOST)
+
+
 def _shardings(model: nn.Module, tx: optax.GradientTransformation) -> State | None:
   """Where the state belongs; None: on the device, all of it."""
   if model.stack.offload_params is False:

@@ -55,7 +55,8 @@ def _check_policies(stack: Any) -> None:
   for segment in stack.plan:
     policy = stack.policy(segment.name)
     if policy.offloads:
-      check_memory_kind(policy.offload_dst, "the policy offloads to", remedy="policy.saved keeps those values on the device")
+      check_memory_kind(policy.offload_dst, "the policy offloads to",
+                        remedy="policy.saved keeps those values on the device")
     if policy.levels is not None or policy.every > 1:
       if not stack.scan or stack.unroll > 1:
         raise ValueError(f"segment {segment.name!r}: {'levels' if policy.levels else 'every'} shapes the loop over layers and "
@@ -94,8 +95,8 @@ def _check_offload(stack: Any) -> None:
   if offload is False:
     return
   if not stack.scan:
-    raise ValueError("offload_params saves nothing with scan=False: outside of a loop the compiler fetches the parameters of "
-                     "many layers at once; set scan=True, or offload_params=False")
+    raise ValueError("offload_params saves nothing with scan=False: outside of a loop the compiler fetches the parameters "
+                     "of many layers at once; set scan=True, or offload_params=False")
   check_memory_kind(HOST, "offload_params keeps parameters in")
   if stack.param_axis != 0:
     raise ValueError(f"offload_params needs param_axis=0, not {stack.param_axis}: along another axis the whole stack would be "
@@ -135,7 +136,8 @@ def check_memory_kind(kind: str, what: str, device: Any = None, remedy: str = "k
   device = jax.local_devices()[0] if device is None else device
   kinds = sorted({memory.kind for memory in device.addressable_memories()})
   if kind not in kinds:
-    raise ValueError(f"{what} {kind!r}, which {device.platform} devices do not have; they have {', '.join(kinds)}; {remedy}")
+    raise ValueError(f"{what} {kind!r}, which {device.platform} devices do not have; they have {', '.join(kinds)}; "
+                     f"{remedy}")
 
 
 def check_selection(stack: Any, asked: Mapping[str, bool]) -> None:

@@ -23,11 +23,11 @@ TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, weight_decay=
 
 
 def make_plan(kind, width):
-  """The reference layer in bfloat16: 12 alike; 4 repeats of a run of three and another; the same with two left over."""
+  """The reference layer in bfloat16: 12 alike; 4 or 8 repeats of a run of three and another; the same with two left over."""
   layer = dict(embed=width, mlp=4 * width, num_heads=width // 64, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
   a, b = ls.LayerSpec(DecoderLayer, "a", **layer), ls.LayerSpec(DecoderLayer, "b", window=64, **layer)
   return {"flat": lambda: ls.Plan.homogeneous(a, 12), "cycle": lambda: ls.Plan.cycle([a, a, a, b], 16),
-          "remainder": lambda: ls.Plan.cycle([a, a, a, b], 14), "one": lambda: ls.Plan.homogeneous(a, 1),
+          "deep cycle": lambda: ls.Plan.cycle([a, a, a, b], 32), "remainder": lambda: ls.Plan.cycle([a, a, a, b], 14),
           "prefix": lambda: ls.Plan.homogeneous(b, 1, "first") + ls.Plan.homogeneous(a, 12)}[kind]()
 
 
@@ -37,6 +37,22 @@ def make_policy(text):
 
 def size_of(tree):
   return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+class Vectors:
+  """A stack of layers whose vectors, of 16 bits an element, are in host memory: composed by hand, since a stack refuses."""
+
+  def __init__(self, topology="v5p:2x2x1"):
+    chip = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[:1]
+    here = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(chip), ("data",)), jax.sharding.PartitionSpec())
+    step = nn.RMSNorm(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    body = ls.offload_params(lambda layer, x: (layer(x), None))
+    self.apply = nn.apply(lambda layer, x: ls.scan(body, 12)(layer, x)[0], step)
+    scale = jax.ShapeDtypeStruct((12, 256), jnp.bfloat16, sharding=here.with_memory_kind("pinned_host"))
+    self.args = {"params": {"scale": scale}}, jax.ShapeDtypeStruct((8, 256), jnp.bfloat16, sharding=here)
+
+  def forward(self):
+    return jax.jit(self.apply).lower(*self.args)
 
 
 class Program:
@@ -74,6 +90,14 @@ class Program:
 
     return jax.jit(init, out_shardings=(self.shardings, self.opt_shardings)).lower(self.key)
 
+  def decode(self):
+    """One token with a list of caches of 64 tokens."""
+    cache = lambda: [spec.cls(**spec.kwargs).init_cache(1, 64, jnp.bfloat16) for spec in self.stack.plan.layers]
+    caches = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.here), jax.eval_shape(cache))
+    token = jax.ShapeDtypeStruct((1, 1, self.x.shape[-1]), jnp.bfloat16, sharding=self.here)
+    apply = lambda params, x, caches: self.stack.apply({"params": params}, x, kv_cache=ls.per_layer(caches))
+    return jax.jit(apply, donate_argnums=2).lower(self.params, token, caches)
+
   def step(self):
     """A whole train step: gradients, clipping, AdamW."""
 
@@ -90,6 +114,8 @@ class Program:
 
 
 def sizes(program="grad", **options):
+  if program == "vectors":
+    return {"temp": Vectors(**options).forward().compile().memory_analysis().temp_size_in_bytes}
   made = Program(**options)
   memory = getattr(made, program)().compile().memory_analysis()
   device, host = ({name: getattr(memory, f"{where}{name}_size_in_bytes") for name in ("argument", "output", "alias", "temp")}

@@ -22,7 +22,8 @@ HOST_PATHS = {"first/kernel", "layers/a/kernel", "layers/b/kernel", "embedding"}
 
 def numbers(seed, dtype=np.float32):
   rng = np.random.default_rng(seed)
-  return jax.tree.map(lambda shape: rng.normal(size=shape).astype(dtype), SHAPES, is_leaf=lambda x: isinstance(x, tuple))
+  is_shape = lambda x: isinstance(x, tuple)
+  return jax.tree.map(lambda shape: rng.normal(size=shape).astype(dtype), SHAPES, is_leaf=is_shape)
 
 
 def shardings_of(tree):
@@ -37,15 +38,15 @@ def placed(tree):
 def close(a, b, rtol=1e-6):
   assert jax.tree.structure(a) == jax.tree.structure(b)
   for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)):
-    x, y = (np.asarray(v, np.float64) if not jax.dtypes.issubdtype(v.dtype, jax.dtypes.extended) else jax.random.key_data(v)
-            for v in (x, y))
+    is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
+    x, y = (jax.random.key_data(v) if is_key else np.asarray(v, np.float64) for v in (x, y))
     np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * np.abs(y).max(initial=0))
 
 
 OPTIMIZERS = {
     "clip": optax.clip_by_global_norm(0.5),
-    "adamw": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, weight_decay=0.1, mask=lambda p: jax.tree.map(
-        lambda x: x.ndim >= 3, p))),
+    "adamw": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(
+        1e-2, weight_decay=0.1, mask=lambda params: jax.tree.map(lambda x: x.ndim >= 3, params))),
     "schedule": optax.adam(optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 10)),
     "momentum": optax.sgd(1e-2, momentum=0.9, nesterov=True),
     "lion": optax.lion(1e-2),
@@ -72,7 +73,8 @@ def test_optimisers_give_the_numbers_of_trees_on_the_device(name):
   state = jax.jit(ls.on_device(tx.init, PLAN, out_shardings=state_shardings))(ours)
   assert on_host(state) == on_host(state_shardings)
   close(state, plain_state)
-  plain_step, step = jax.jit(update), jax.jit(ls.on_device(update, PLAN), out_shardings=(shardings_of(params), state_shardings))
+  plain_step = jax.jit(update)
+  step = jax.jit(ls.on_device(update, PLAN), out_shardings=(shardings_of(params), state_shardings))
   for seed in (1, 2, 3):
     plain, plain_state = plain_step(plain, plain_state, numbers(seed))
     ours, state = step(ours, state, placed(numbers(seed)))
@@ -105,7 +107,8 @@ FUNCTIONS = {
     "products": lambda a, b, _: jax.tree.map(lambda x: jnp.einsum("...ij,...kj->...ik", x, x), a["layers"]),
     "along layers": lambda a, b, _: jax.tree.map(lambda x: x - x.mean(0), a),
     "crossed": lambda a, b, _: (b, a),
-    "jitted inside": lambda a, b, rate: jax.tree.map(jax.jit(lambda x, y: jax.nn.softplus(x) * rate + jax.nn.relu(y)), a, b),
+    "jitted inside": lambda a, b, rate: jax.tree.map(
+        jax.jit(lambda x, y: jax.nn.softplus(x) * rate + jax.nn.relu(y)), a, b),
     "constants": lambda a, b, _: jax.tree.map(lambda x: jnp.full_like(x, 3.0), a),
     "keywords": lambda a, b, _: dict(sum=jax.tree.map(jnp.add, a, b), first=a),
 }
@@ -125,7 +128,11 @@ def test_functions_of_trees(name):
 
 def test_calls_outside_of_jit_of_other_arguments_and_of_enclosed_arrays():
   a, b = numbers(0), jax.tree.map(jnp.asarray, numbers(1))
-  fn = ls.on_device(lambda a, how, *, scale: jax.tree.map(lambda x, y: x * scale + y if how == "sum" else x, a, b), PLAN)
+
+  def scaled(a, how, *, scale):
+    return jax.tree.map(lambda x, y: x * scale + y if how == "sum" else x, a, b)
+
+  fn = ls.on_device(scaled, PLAN)
   close(fn(placed(a), "sum", scale=2.0), jax.tree.map(lambda x, y: 2 * x + y, a, numbers(1)))
   got = fn(placed(a), "same", scale=2.0)
   assert on_host(got) == HOST_PATHS
@@ -144,7 +151,8 @@ def test_one_layer_is_on_the_device_at_a_time():
   update = ls.on_device(tx.update, PLAN)
   state = ls.on_device(tx.init, PLAN, out_shardings=shardings_of(jax.eval_shape(tx.init, params)))(params)
   shapes = device_shapes(jax.make_jaxpr(update)(params, state, params).jaxpr)
-  assert not shapes & {(3, 2, 8, 6), (6, 8, 6), (3, 6, 4)} and {(1, 1, 8, 6), (1, 6, 4), (20, 8)} <= shapes
+  assert not shapes & {(3, 2, 8, 6), (6, 8, 6), (3, 6, 4)}
+  assert {(1, 1, 8, 6), (1, 6, 4), (20, 8)} <= shapes
   # Without the plan nobody knows which axes count layers.
   assert (3, 2, 8, 6) in device_shapes(jax.make_jaxpr(ls.on_device(tx.update))(params, state, params).jaxpr)
 
@@ -156,6 +164,7 @@ def test_leaves_split_over_a_mesh():
       *[None] * (x.ndim - 2), "data", "model"), memory_kind=s.memory_kind), shardings_of(tree), tree)
   tx = OPTIMIZERS["clip"]
   with jax.set_mesh(mesh):
-    clipped, _ = jax.jit(ls.on_device(tx.update, PLAN), out_shardings=(split, None))(jax.device_put(tree, split), tx.init(tree))
+    clip = jax.jit(ls.on_device(tx.update, PLAN), out_shardings=(split, None))
+    clipped, _ = clip(jax.device_put(tree, split), tx.init(tree))
   assert jax.tree.map(lambda x: x.sharding, clipped) == split
   close(clipped, tx.update(tree, tx.init(tree))[0])

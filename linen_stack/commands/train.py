@@ -75,6 +75,10 @@ def train(config: StackConfig, out: pathlib.Path, *, text_path: str | None = Non
   print(f"text: {text.origin}; {text.train.size:,} bytes to train on, {text.held_out.size:,} held out")
 
   tx = training.optimizer(config.train, model.stack.plan)
+  with plain_errors(ValueError):
+    on_host = training.host_bytes(training.abstract_state(model, tx))
+  if on_host:
+    print(f"in host memory: {on_host / 2**20:,.1f} MiB of parameters and of the optimiser's state")
   with plain_errors(jax.errors.JaxRuntimeError):
     if last is None:
       state = training.init_state(model, tx, config.train.seed)
