@@ -534,6 +534,7 @@ def test_factored_moments():
 CYCLE = ls.Plan.cycle([A, A, B], 7)
 OTHER = ls.Plan.of(ls.Segment("one", (A,), 2), ls.Segment("two", (B, A, A)), ls.Segment("three", (B, A)))
 assert OTHER.layers == CYCLE.layers
+THREE = ls.Plan.homogeneous(A, 3)
 
 
 class Reader:
@@ -560,8 +561,9 @@ def matrices(plan=CYCLE, axis=0, scan=True, dtype=np.float32):
   return laid_out(layers, plan, axis, scan)
 
 
-@pytest.mark.parametrize("axis, to_axis, to_scan", [(0, 0, True), (0, 1, True), (1, -1, True), (1, 0, False)])
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.int32])
+@pytest.mark.parametrize("dtype, axis, to_axis, to_scan", [
+    (np.float32, 0, 0, True), (np.float32, 0, 1, True), (np.float32, 1, 0, False), (jnp.bfloat16, 1, -1, True),
+    (np.int32, 0, -1, True)])
 def test_jax_arrays(dtype, axis, to_axis, to_scan):
   tree = matrices(CYCLE, axis, dtype=dtype)
   there = convert.restack(jax.tree.map(jnp.asarray, tree), CYCLE, OTHER, param_axis=axis, to_param_axis=to_axis,
@@ -569,6 +571,10 @@ def test_jax_arrays(dtype, axis, to_axis, to_scan):
   assert_same(jax.tree.map(np.asarray, there), matrices(OTHER, to_axis, to_scan, dtype))
   back = convert.restack(there, OTHER, CYCLE, param_axis=to_axis, to_param_axis=axis, scan=to_scan, to_scan=True)
   assert_same(back, jax.tree.map(jnp.asarray, tree))
+  # The layers of two runs take turns in one.
+  flat = ls.Plan.homogeneous(A, 7)
+  one = convert.restack(back, CYCLE, flat, param_axis=axis, to_param_axis=to_axis)
+  assert_same(jax.tree.map(np.asarray, one), matrices(flat, to_axis, dtype=dtype))
   own = convert.unstack(back, CYCLE, axis)
   assert all(not layer["kernel"].committed for layer in own)
   assert_same(convert.stack(own, CYCLE, axis), back)
@@ -595,6 +601,22 @@ def test_keys_of_random_generators():
     convert.stack(own, CYCLE, shared=shared)
   with pytest.raises(ValueError, match=r"a/rng: shape \(\), expected it to be stacked, \[layers: 2, a: 2, ...\]"):
     convert.unstack(tree, CYCLE)
+
+
+def test_a_matrix_a_count_and_what_is_not_stacked():
+  """Stacked along axis 1, as far as they have one."""
+  tree = {"layers": {"kernel": np.arange(96.0).reshape(4, 3, 8), "count": np.arange(3), "seed": np.int32(7)}}
+  shared = lambda path, leaf: path == "seed"
+  own = convert.unstack(tree, THREE, 1, shared=shared)
+  assert_same(own[2], {"kernel": tree["layers"]["kernel"][:, 2], "count": np.array(2), "seed": np.int32(7)})
+  assert_same(convert.stack(own, THREE, 1, shared=shared), tree)
+  assert_same(convert.stack(list(own), THREE, 1, shared=shared), tree)
+  split = ls.Plan.homogeneous(A, 1, "first") + ls.Plan.homogeneous(A, 2)
+  there = convert.restack(tree, THREE, split, param_axis=1, to_param_axis=0, shared=shared)
+  assert there["first"]["seed"] == there["layers"]["seed"] == 7 and there["layers"]["count"].tolist() == [1, 2]
+  assert_same(convert.restack(there, split, THREE, param_axis=0, to_param_axis=1, shared=shared), tree)
+  axes = convert.layer_axes(THREE, tree, 1, shared=shared)["layers"]
+  assert (axes["kernel"].axes, axes["count"].axes, axes["seed"].axes) == ((1,), (0,), ())
 
 
 SPECS = {
@@ -783,7 +805,6 @@ def renamed(tree, old, new):
   tree[new] = tree.pop(old)
 
 
-THREE = ls.Plan.homogeneous(A, 3)
 MISTAKES = {
     "another axis": (broken(lambda t: None, axis=1), CYCLE, [
         "the tree does not fit the plan; this tree is stacked along axis 1; the plan says 0",
