@@ -203,7 +203,8 @@ def test_a_layers_input_is_kept_once_where_and_as_the_policy_says(policy, name, 
   x = jax.ShapeDtypeStruct((2, 4, 16), F32)
   variables = jax.eval_shape(stack.init, jax.random.key(0), x)
   report = residuals(lambda v, x: stack.apply(v, x).sum(), variables, x)
-  assert [(row.name, row.place, row.stacked) for row in report.rows] == [(name, place, (4, 2, 4, 16))]
+  rows = [row for row in report.rows if row.name != "constant"]  # the rates of the rotary embedding, four numbers
+  assert [(row.name, row.place, row.stacked) for row in rows] == [(name, place, (4, 2, 4, 16))]
 
 
 @pytest.mark.parametrize("options", [dict(), dict(inner="unroll"), dict(remat="minimal_offloaded"), dict(remat="none"),
