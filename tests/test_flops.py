@@ -13,6 +13,7 @@ from linen_stack.inspect.estimate import Estimator
 from linen_stack.inspect.programs import as_mesh, as_rules, gradients
 from linen_stack.inspect.recompute import Recompute
 from linen_stack.models import DecoderLayer
+from linen_stack.models.qwen3_next import Qwen3NextLayer
 from tests.tagged import abstract, loss_of, plan
 
 F32 = jnp.float32
@@ -190,6 +191,21 @@ def test_recomputation_from_one_trace_is_that_of_the_policys_own_program(preset,
   assert walked.cost.flops == traced.recomputed
   names = {**traced.residuals.by_name("device"), **traced.residuals.by_name("host")}
   assert walked.kept == {name: size for name, size in names.items() if name in policy.names}
+
+
+def test_experts_on_a_mesh_are_counted_over_all_devices():
+  moe = dict(num_experts=4, hidden=8, top_k=2)
+  attention = dict(num_heads=2, num_kv_heads=1, head_dim=8)
+  layer = ls.LayerSpec(Qwen3NextLayer, embed=16, attention=attention, moe=moe)
+  stack, x = ls.StackedDecoder(ls.Plan.homogeneous(layer, 3)), S((8, 4, 16), F32)
+  mesh = as_mesh(None, TOPOLOGY)
+  program = gradients(stack, (x,), {}, mesh, as_rules(None, mesh), None)
+  recompute, estimator = Recompute(program, TOPOLOGY.chip), Estimator(program, TOPOLOGY.chip)
+  policy = ls.RematPolicy("minimal")
+  traced, walked = estimator.estimate(policy), recompute.of(policy.names)
+  assert walked.cost.flops == traced.recomputed
+  assert walked.kept == {name: size for name, size in traced.residuals.by_name().items() if name in policy.names}
+  assert walked.kept["moe_mlpwi_0"] == 3 * 8 * 4 * 2 * 8 * 4
 
 
 def test_sizes_without_remat():

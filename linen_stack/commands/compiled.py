@@ -98,7 +98,8 @@ def step_program(config: StackConfig, model: LanguageModel, mesh: jax.sharding.A
     logits = model.apply(state["variables"], tokens[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
-  return Program(training.train_step(model, tx, config.train.seed), (state, tokens), mesh, rules,
+  step = training.train_step(model, tx, config.train.seed).__wrapped__  # without its own placement on one device
+  return Program(step, (state, tokens), mesh, rules,
                  (programs.shardings(state), None), donate=(0,), loss=loss, stacks=tuple(watch.stacks.values()))
 
 

@@ -1,8 +1,9 @@
 """Estimates of a remat policy, without compiling: what it keeps and where, what it recomputes, and how long a step takes.
 
 The time of a step is that of its operations (`flops.Cost.seconds`), unless what travels between device and host takes
-longer: the forward pass sends, the backward pass fetches, and each overlaps with its own pass alone. Transfers between
-devices are left out: they are the same for every policy.
+longer: the forward pass sends what the backward pass fetches, both fetch parameters that wait there, and each overlaps
+with its own pass alone. An update of what waits there comes after. Transfers between devices are left out: they are the
+same for every policy.
 """
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ class Estimator:
   def __init__(self, program: Program, chip: Chip):
     self.program, self.chip = program, chip
     self.shards = program.batch_shards()
-    self.forward = program.forward_cost(chip)
+    self.forward, self._fetched, self._others = program.forward(chip)
     self.none = self.trace(RematPolicy("none"))
 
   def trace(self, policy: Any) -> flops.Cost:
@@ -60,5 +61,7 @@ class Estimator:
 
   def seconds(self, working: float, host: float) -> float:
     """A step of `working` seconds of operations that sends `host` bytes, over all devices, to the host and back."""
-    travels = host / self.shards / self.chip.link
-    return max(self.forward.seconds, travels) + max(working - self.forward.seconds, travels)
+    travels = (host / self.shards + self._fetched) / self.chip.link
+    passes = max(self.forward.seconds, travels) + max(working - self.forward.seconds, travels)
+    updated = self._fetched + self._others if self._others else 0
+    return passes + updated / self.chip.link

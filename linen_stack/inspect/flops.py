@@ -100,6 +100,7 @@ class Walk:
 
   def __init__(self, chip: Chip | None = None, devices: int = 1, kept: Collection[str] = ()):
     self._chip, self._devices, self._kept = chip, devices, frozenset(kept)
+    self._shards = 1  # how many devices run what is walked, each on its own part
     self.used: dict[tuple[int, ...], tuple[str, int, tuple[int, ...]]] = {}
     """Name, bytes, and lengths of the loops around it, outermost first, of each kept value that was needed."""
 
@@ -115,7 +116,7 @@ class Walk:
         continue
       if tag_name(eqn) in self._kept:
         aval = eqn.outvars[0].aval
-        self.used[(*path, at)] = (tag_name(eqn), _bytes(aval), trips)
+        self.used[(*path, at)] = (tag_name(eqn), _bytes(aval) * self._shards, trips)
         continue
       spent, ins = self._equation(eqn, outs, trips, (*path, at))
       total += spent
@@ -142,8 +143,11 @@ class Walk:
       return self._kernel(eqn, trips, path), every
     body = call_body(eqn)
     if body is not None:
+      count = _shards(eqn) if name == "shard_map" else 1
+      self._shards *= count
       spent, ins = self.run(body, outs, trips, path)
-      return spent.times(_shards(eqn) if name == "shard_map" else 1), ins
+      self._shards //= count
+      return spent.times(count), ins
     if name == "optimization_barrier":
       return Cost(), outs
     return self._priced(*_operation(eqn)), every

@@ -12,11 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from linen_stack import placement
 from linen_stack.inspect import flops
 from linen_stack.inspect.chips import Chip, Topology
 from linen_stack.inspect.residuals import ResidualReport, residuals
 from linen_stack.inspect.watch import Watch, watching
 from linen_stack.stack import StackedDecoder
+from linen_stack.validation import HOST
 
 Rules = Sequence[tuple[str, Any]]
 # Fully sharded data parallelism: every device holds a part of each matrix and of the batch.
@@ -55,10 +57,16 @@ class Program:
     with self.around():
       return residuals(self.loss, *self.args)
 
-  def forward_cost(self, chip: Chip) -> flops.Cost:
-    """What its forward pass costs."""
+  def forward(self, chip: Chip) -> tuple[flops.Cost, int, int]:
+    """What its forward pass costs; bytes of one device's arguments in host memory that it reads; those that it does not."""
     with self.around():
-      return flops.cost(self.loss, *self.args, chip=chip, devices=self.mesh.size)
+      jaxpr = jax.make_jaxpr(self.loss)(*self.args).jaxpr
+    cost, used = flops.Walk(chip, self.mesh.size).run(jaxpr, [True] * len(jaxpr.outvars))
+    host = {True: 0, False: 0}
+    for leaf, wanted in zip(jax.tree.leaves(self.args), used):
+      if leaf.sharding.memory_kind == HOST:
+        host[wanted] += math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    return cost, host[True], host[False]
 
   def batch_shards(self) -> int:
     """Among how many devices the batch, and with it what the backward pass keeps, is spread."""
@@ -177,47 +185,41 @@ def _place(leaf: Any, spec: Any, mesh: AbstractMesh, what: str, memory_kind: str
   return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec, memory_kind=memory_kind))
 
 
-def variables_of(module: nn.Module, *args: Any, rngs: Any = None, **kwargs: Any) -> tuple[Any, Watch]:
+def variables_of(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Watch]:
   """The variables of a module as shapes, boxed with their logical axes, and the stacks in it. Allocates nothing."""
+  leaves, tree = jax.tree.flatten((args, kwargs))
+
+  def init(key, arrays):
+    values = iter(arrays)
+    args, kwargs = tree.unflatten([next(values) if flops.is_array(leaf) else leaf for leaf in leaves])
+    return module.init({"params": key, "dropout": key}, *args, **kwargs)
+
   with watching() as watch:
-    init = lambda arrays: module.init(rngs or {"params": jax.random.key(0), "dropout": jax.random.key(0)},
-                                      *arrays[0], **arrays[1])
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    arrays = [leaf for leaf in leaves if flops.is_array(leaf)]
-
-    def call(arrays):
-      values = iter(arrays)
-      return init(tree.unflatten([next(values) if flops.is_array(leaf) else leaf for leaf in leaves]))
-
-    boxed = jax.eval_shape(call, arrays)
+    boxed = jax.eval_shape(init, jax.random.key(0), [leaf for leaf in leaves if flops.is_array(leaf)])
+  # What layers sow anew in every call is no variable of theirs.
   return {name: tree for name, tree in boxed.items() if name not in ("losses", "intermediates")}, watch
 
 
 def place_variables(boxed: Any, watch: Watch, mesh: AbstractMesh, rules: Rules, what: str = "variables") -> Any:
-  """Unboxed variables with the shardings that rules make of their logical axes, where stacks keep them: device or host."""
-  logical = nn.get_partition_spec(boxed)
-  specs = nn.logical_to_mesh(logical, rules)
-  specs = jax.tree.map(lambda spec: PartitionSpec(*(None if axis is PartitionSpec.UNCONSTRAINED else axis
-                                                    for axis in spec)), specs,
-                       is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
-  on_device = placed(nn.unbox(boxed), specs, mesh, what)
-  return jax.tree_util.tree_map_with_path(lambda path, leaf: _on_host(path, leaf, watch), on_device)
+  """Unboxed variables, or a tree with parts like parameters such as an optimiser's state, with shardings.
 
+  They lie as rules say of their logical axes, on the device or, where stacks fetch them from there, on the host.
+  """
+  specs = nn.logical_to_mesh(nn.get_partition_spec(boxed), rules)
+  collections = isinstance(boxed, Mapping) and "params" in boxed
+  offloading = [stack for stack in watch.stacks.values() if stack.offload_params is not False]
 
-def _on_host(path: Any, leaf: Any, watch: Watch) -> Any:
-  """The leaf, in host memory where its stack fetches it from there."""
-  keys = tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
-  for layer, index in watch.layers.items():
-    if keys[:1] != ("params",) or keys[1:1 + len(layer)] != layer:
-      continue
-    place = watch.places[index]
-    stack = watch.stacks[place.stack]
-    axes = len(place.segment.axes(place.run)) if stack.scan else 0
-    own = jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype)
-    if stack.offload_params is not False and stack.selects("/".join(keys[1 + len(layer):]), own):
-      sharding = NamedSharding(leaf.sharding.mesh, leaf.sharding.spec, memory_kind="pinned_host")
-      return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-  return leaf
+  def where(path: Any, leaf: Any) -> Any:
+    keys = tuple(str(entry.key) for entry in path if isinstance(entry, jax.tree_util.DictKey))
+    if collections and keys[0] != "params":
+      return leaf
+    for stack in offloading:
+      place = placement.find(stack.plan, keys)
+      if place is not None and place.fits(leaf) and stack.selects("/".join(place.own), place.one(leaf)):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding.with_memory_kind(HOST))
+    return leaf
+
+  return jax.tree_util.tree_map_with_path(where, placed(nn.unbox(boxed), specs, mesh, what))
 
 
 def shardings(tree: Any) -> Any:
