@@ -17,6 +17,7 @@ import pathlib
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 from typing import Any
 
@@ -54,6 +55,16 @@ def find(path: str | pathlib.Path) -> pathlib.Path:
   if not found:
     raise CheckpointError(f"no checkpoint in {path}: it holds no step that was written to the end")
   return path / str(found[-1])
+
+
+def check_writable(folder: str | pathlib.Path) -> None:
+  """Makes the folder of a run. Raises CheckpointError where that, or writing into it, cannot be."""
+  folder = pathlib.Path(folder).absolute()
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
+  except OSError as error:
+    raise CheckpointError(f"cannot write checkpoints to {folder}: {reason(error)}") from error
 
 
 def save(folder: str | pathlib.Path, state: Mapping[str, Any], config: StackConfig,

@@ -935,3 +935,28 @@ def test_arguments_of_a_wrong_kind():
   with pytest.raises(ValueError, match="one: stands where the plan puts layers"):
     convert.restack({**tree, "one": {"kernel": np.ones(2)}}, CYCLE, OTHER)
   assert convert.restack(optax.sgd(0.1).init(tree), CYCLE, OTHER) == optax.sgd(0.1).init(tree)
+
+
+class Gain(nn.Module):
+  """A layer of which kinds differ in what they compute, and not in what they store."""
+
+  gain: float = 1.0
+
+  @nn.compact
+  def __call__(self, x):
+    return x + self.gain * nn.Dense(3)(x)
+
+
+def test_a_layer_does_not_become_one_of_another_kind():
+  low, high, other = ls.LayerSpec(Gain, "low", gain=0.1), ls.LayerSpec(Gain, "high", gain=9.0), ls.LayerSpec(Gain, "o", gain=3.0)
+  one, two = ls.Plan.cycle([low, high], 4), ls.Plan.cycle([high, low], 4)
+  tree = jax.jit(ls.StackedDecoder(one).init)(jax.random.key(0), jnp.ones((1, 3)))
+  with pytest.raises(ValueError, match=r"layer 0 is low \(gain=0.1\) in from_plan and high \(gain=9.0\) in to_plan"):
+    convert.restack(tree, one, two)
+  for differs in ([low, high, low, low], [low, high, other, high], [other, other, other, other]):
+    with pytest.raises(ValueError, match=r"layer \d is .* in from_plan and .* in to_plan"):
+      convert.restack(tree, one, ls.Plan.from_layers(differs))
+  # Names are a matter of layout, and all layers of a kind may change together, in a dtype for example.
+  named = ls.Plan.from_layers([ls.LayerSpec(Gain, f"n{i}", gain=[0.1, 9.0][i % 2]) for i in range(4)])
+  changed = ls.Plan.cycle([ls.LayerSpec(Gain, "x", gain=0.2), ls.LayerSpec(Gain, "y", gain=8.0)], 4)
+  assert jax.tree.leaves(convert.restack(tree, one, named)) and jax.tree.leaves(convert.restack(tree, one, changed))

@@ -388,3 +388,10 @@ def test_train_and_generate_from_the_command_line(tmp_path, folder, capsys):
   first = capsys.readouterr().out
   assert first.startswith("ab") and main(["generate", str(tmp_path / "2"), "--prompt", "ab", "--tokens", "5"]) == 0
   assert capsys.readouterr().out == first
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_done(tmp_path, capsys):
+  (tmp_path / "file").write_text("")
+  with pytest.raises(CommandError, match="cannot write checkpoints to .*file/run: "):
+    train(CONFIG, tmp_path / "file" / "run")
+  assert "parameters" not in capsys.readouterr().out

@@ -69,6 +69,7 @@ def train(config: StackConfig, out: pathlib.Path, *, text_path: str | None = Non
     raise CommandError(f"{out} is a file; --out takes a folder")
   with plain_errors(checkpoints.CheckpointError):
     last = checkpoints.find(out) if resume else None
+    checkpoints.check_writable(out)  # before the work of which it would keep the result
   text = _text(config, text_path)
   model, variables = options.build(config)
   print(f"{plan_command.describe(config, model, variables)}\n")

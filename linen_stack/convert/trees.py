@@ -11,6 +11,8 @@ import numpy as np
 from linen_stack.convert import contents, leaves, sites
 from linen_stack.convert.layout import Layout, Place
 from linen_stack.convert.sites import Site
+from linen_stack.plan import Plan
+from linen_stack.specs import LayerSpec
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -166,7 +168,8 @@ def restack(tree: Any, from_plan: Any, to_plan: Any, *, param_axis: int | None =
   Raises:
     TypeError: for arguments of a wrong type.
     ValueError: where the tree is not laid out as `from_plan` says (lists paths and shapes), where the plans do not have
-      as many layers, and where layers that are to share a run differ in structure, shape or dtype.
+      as many layers or have layers that they both know in other places, and where layers that are to share a run differ
+      in structure, shape or dtype.
   """
   layout = Layout.of(from_plan, param_axis, scan, "from_plan")
   to = Layout.of(to_plan, to_param_axis, to_scan, "to_plan", default=layout)
@@ -174,6 +177,7 @@ def restack(tree: Any, from_plan: Any, to_plan: Any, *, param_axis: int | None =
   if layout.plan.num_layers != to.plan.num_layers:
     raise ValueError(f"from_plan has {layout.plan.num_layers} layers and to_plan has {to.plan.num_layers}; "
                      "a conversion neither drops layers nor makes them up")
+  _check_specs(layout.plan, to.plan)
   found = sites.find(tree, layout, options)
   taken = contents.take(found, layout, options)
   problems: list[str] = []
@@ -189,3 +193,26 @@ def restack(tree: Any, from_plan: Any, to_plan: Any, *, param_axis: int | None =
   if problems:
     raise ValueError(sites.report("the layers cannot be laid out as to_plan says", problems))
   return result
+
+
+def _check_specs(before: Plan, after: Plan) -> None:
+  """Raises where a layer would become one of another kind.
+
+  Specs may all differ, in a dtype for example; but a spec that both plans have belongs to the same layers in both, and
+  layers that are equal in one are equal in the other.
+  """
+  bare = lambda plan: [LayerSpec(spec.cls, **spec.kwargs) for spec in plan.layers]  # names are a matter of layout
+  old, new = bare(before), bare(after)
+  pairs: list[tuple[LayerSpec, LayerSpec]] = []
+  for i, (a, b) in enumerate(zip(old, new)):
+    if a == b or (a, b) in pairs:
+      continue
+    if a in new or b in old or any(a == x or b == y for x, y in pairs):
+      raise ValueError(f"layer {i} is {_called(before.layers[i])} in from_plan and {_called(after.layers[i])} in to_plan: "
+                       "it would compute something else; the plans must have the same layers in the same order")
+    pairs.append((a, b))
+
+
+def _called(spec: LayerSpec) -> str:
+  arguments = ", ".join(f"{key}={value!r}" for key, value in spec.kwargs.items())
+  return f"{spec.name or spec.cls.__name__} ({arguments})" if arguments else str(spec.name or spec.cls.__name__)
