@@ -64,7 +64,7 @@ class GatedDeltaNet(nn.Module, kw_only=True):
     key_dim: width of a query or key.
     value_dim: width of a value.
     conv_width: how many tokens the convolution sees.
-    chunk: tokens per chunk of the parallel form, a power of 2.
+    chunk: tokens per chunk of the parallel form.
     norm_eps: what the norm adds to the mean square.
     dtype: of the projections. Between them everything is float32.
     param_dtype: of the stored parameters.
@@ -89,8 +89,6 @@ class GatedDeltaNet(nn.Module, kw_only=True):
       require_count(f"{owner}: {argument}", getattr(self, argument))
     if self.heads % self.key_heads:
       raise ValueError(f"{owner}: heads {self.heads} is not a multiple of key_heads {self.key_heads}")
-    if self.chunk & (self.chunk - 1):
-      raise ValueError(f"{owner}: chunk must be a power of 2, not {self.chunk}")
     super().__post_init__()
 
   @property

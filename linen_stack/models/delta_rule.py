@@ -19,6 +19,7 @@ import functools
 import jax
 from jax import lax
 import jax.numpy as jnp
+import numpy as np
 
 from linen_stack.models.layers import require_count
 
@@ -64,17 +65,15 @@ def chunked_delta_rule(query: Array, key: Array, value: Array, log_decay: Array,
   """`recurrent_delta_rule` as a few products per chunk of tokens, for training and for reading a prompt.
 
   Args:
-    chunk: tokens per chunk, a power of 2. The sequence need not be a multiple of it. The others: as there.
+    chunk: tokens per chunk. The sequence need not be a multiple of it. The others: as there.
 
   Raises:
-    TypeError, ValueError: for shapes that do not fit together, and a chunk that is no power of 2.
+    TypeError, ValueError: for shapes that do not fit together, and a chunk below 1.
   """
   require_count("chunk", chunk)
-  if chunk & (chunk - 1):
-    raise ValueError(f"chunk must be a power of 2, not {chunk}")
-  batch, seq, heads, value_dim = value.shape
-  chunk = min(chunk, 1 << (seq - 1).bit_length())
   tokens, state = _grouped(query, key, value, log_decay, beta, state)
+  batch, seq, heads, value_dim = value.shape
+  chunk = min(chunk, seq)
 
   def split(x):  # [batch, seq, key_heads, ...] to [chunks, batch, key_heads, chunk, ...]
     # Zeros behind the last token leave the state as it is: no decay and no correction.
@@ -132,20 +131,26 @@ def _grouped(query: Array, key: Array, value: Array, log_decay: Array, beta: Arr
   return [query, key, *grouped], state.reshape(batch, key_heads, heads // key_heads, key_dim, value_dim)
 
 
+@jax.custom_jvp
 def _unit_lower_inverse(strict: Array) -> Array:
-  """The inverse of I + strict, for strictly lower triangles `[..., n, n]`, n a power of 2.
+  """The inverse of I + strict, for strictly lower triangles `[..., n, n]`.
 
-  Puts inverses of blocks on the diagonal together, two by two: [[A, 0], [C, B]] has the inverse [[a, 0], [-b C a, b]].
-  These are a few batched products, where a triangular solve goes row by row. (The product of I - strict, I + strict^2,
-  I + strict^4, ... would be as short, but where keys repeat those powers outgrow float32.)
+  Joins inverses of blocks on the diagonal, two by two: [[A, 0], [C, B]] has the inverse [[a, 0], [-b C a, b]], which is
+  D - D C D with D of the blocks a and b. These are a few large products, where a triangular solve goes row by row. (The
+  product of I - strict, I + strict^2, I + strict^4, ... would be as short, but where keys repeat, its factors outgrow
+  float32.)
   """
-  lead, size, width = strict.shape[:-2], strict.shape[-1], 1
-  inverse = jnp.ones((*lead, size, 1, 1), strict.dtype)  # [..., blocks, width, width]
+  size, width = strict.shape[-1], 1
+  inverse, place = jnp.eye(size, dtype=strict.dtype), np.arange(size)
   while width < size:
-    blocks = strict.reshape(*lead, size // (2 * width), 2, width, size // (2 * width), 2, width)
-    corner = jnp.moveaxis(jnp.diagonal(blocks[..., :, 1, :, :, 0, :], axis1=-4, axis2=-2), -1, -3)
-    first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
-    corner = -_einsum("...ij,...jk,...kl->...il", second, corner, first)
-    inverse = jnp.block([[first, jnp.zeros_like(first)], [corner, second]])
+    block, pair = place // width, place // (2 * width)
+    corners = jnp.where((block[:, None] != block) & (pair[:, None] == pair), strict, 0)
+    inverse = inverse - (corners if width == 1 else _einsum("...ij,...jk,...kl->...il", inverse, corners, inverse))
     width *= 2
-  return inverse[..., 0, :, :]
+  return jnp.broadcast_to(inverse, strict.shape)
+
+
+@_unit_lower_inverse.defjvp
+def _unit_lower_inverse_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+  inverse = _unit_lower_inverse(*primals)
+  return inverse, -_einsum("...ij,...jk,...kl->...il", inverse, *tangents, inverse)
