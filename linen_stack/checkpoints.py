@@ -52,6 +52,9 @@ def find(path: str | pathlib.Path) -> pathlib.Path:
   if path.is_dir() and (path / "variables").is_dir():
     return path
   found = steps(path)
+  if not found and (path / "config.json").is_file():
+    raise CheckpointError(f"no checkpoint in {path}: it is a Hugging Face folder; "
+                          f"`python -m linen_stack convert {path} NEW` makes a checkpoint of it")
   if not found:
     raise CheckpointError(f"no checkpoint in {path}: it holds no step that was written to the end")
   return path / str(found[-1])

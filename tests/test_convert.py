@@ -922,6 +922,8 @@ def test_arguments_of_a_wrong_kind():
   tree = matrices()
   with pytest.raises(TypeError, match="plan must be a plan, a segment, a StackedDecoder or a model around one, not 3"):
     convert.unstack(tree, 3)
+  with pytest.raises(TypeError, match="tree must be a tree with the layers of the plan, not None"):
+    convert.unstack(None, CYCLE)
   with pytest.raises(TypeError, match="param_axis must be an int, not '1'"):
     convert.unstack(tree, CYCLE, "1")
   with pytest.raises(TypeError, match="scan must be True or False, not 1"):

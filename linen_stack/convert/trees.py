@@ -67,6 +67,8 @@ def unstack(tree: Any, plan: Any, param_axis: int | None = None, scan: bool | No
     TypeError: for arguments of a wrong type.
     ValueError: where the tree is not laid out as the plan says (lists paths and shapes).
   """
+  if tree is None:
+    raise TypeError("tree must be a tree with the layers of the plan, not None")
   layout = Layout.of(plan, param_axis, scan)
   options = sites.Options(within, collection_axes, shared, allow_missing)
   found = sites.find(tree, layout, options)
