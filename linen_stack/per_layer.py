@@ -61,7 +61,11 @@ def indices(plan: Plan, segment: Segment, run: Run) -> np.ndarray:
 
 
 def check(plan: Plan, arg: PerLayer, name: str) -> None:
-  """Raises ValueError where a per-layer argument does not have one element per layer."""
+  """Raises ValueError where a per-layer argument does not have one element per layer, or is in host memory."""
+  for path, leaf in jax.tree_util.tree_leaves_with_path(arg.value):
+    if isinstance(leaf, jax.Array) and jax.typeof(leaf).memory_space == jax.memory.Space.Host:
+      raise ValueError(f"per-layer argument {name}{jax.tree_util.keystr(path)} is in host memory, where layers can neither "
+                       "compute with it nor write to it; bring it over with jax.device_put(value, jax.memory.Space.Device)")
   expected = plan.num_layers
   if arg.is_list:
     if len(arg.value) != expected:

@@ -70,8 +70,9 @@ class StackedDecoder(nn.Module):
   """Axis of the layers in stacked parameters. All other collections are stacked on axis 0."""
 
   offload_params: Any = False
-  """Fetch parameters from host memory, layer by layer: True (matrices of some size), a number of bytes from which on, or
-  `select(path, leaf) -> bool`."""
+  """Keep parameters in host memory, where `init` makes them, and fetch them layer by layer (a run inside a cycle at once):
+  True (matrices of some size), a number of bytes from which on, or `select(path, leaf) -> bool`. Gradients come back to
+  the host; `ls.host_shardings` places trees there, `ls.on_device` computes with them."""
 
   collect_outputs: bool = False
   """Also return what the layers return beside the hidden states, stacked in layer order [layers, ...]. False: such outputs

@@ -64,7 +64,7 @@ def on_device(fn: Callable[..., Any], stack: Any = None, *, out_shardings: Any =
   """
   plan = getattr(stack, "plan", stack)
   if plan is not None and not isinstance(plan, Plan):
-    raise TypeError(f"stack must be a StackedDecoder or a Plan, not {stack!r}")
+    raise TypeError(f"stack must be a StackedDecoder or a Plan, not {type(stack).__name__}")
 
   @functools.wraps(fn)
   def streamed(*args: Any, **kwargs: Any) -> Any:
@@ -77,16 +77,16 @@ def on_device(fn: Callable[..., Any], stack: Any = None, *, out_shardings: Any =
       return fn(*args, **kwargs)
 
     program, shapes = jax.make_jaxpr(call, return_shape=True)(*arrays)
-    layers = lambda tree: [_layers(plan, *leaf) for leaf in jax.tree_util.tree_leaves_with_path(tree)]
-    of_args = {id(x): n for x, n in zip(jax.tree.leaves((args, kwargs)), layers((args, kwargs)))}
-    results = _run(program.jaxpr, program.consts, [_fetch(x, of_args[id(x)]) if _in_host(x) else x for x in arrays])
+    given = jax.tree_util.tree_leaves_with_path((args, kwargs))
+    fetched = {id(x): _fetch(x, _layers(plan, path, x)) for path, x in given if _in_host(x)}
+    results = _run(program.jaxpr, program.consts, [fetched.get(id(x), x) for x in arrays])
     kinds = [None] * len(results)
     if out_shardings is not None:
       kinds = [sharding.memory_kind for sharding in jax.tree.leaves(jax.tree.broadcast(out_shardings, shapes))]
     to_host = [_is_late(x) and bool(x.hosts) if kind is None else "host" in kind for x, kind in zip(results, kinds)]
-    for x, n in zip(results, layers(shapes)):
+    for x, (path, shape) in zip(results, jax.tree_util.tree_leaves_with_path(shapes)):
       if _is_late(x) and not x.hosts:
-        x.layers = n
+        x.layers = _layers(plan, path, shape)
     placed = _place(results, to_host, _same_places(args, shapes))
     return jax.tree.unflatten(jax.tree.structure(shapes), placed)
 

@@ -17,7 +17,7 @@ from linen_stack.placement import with_shardings
 from tests.reference import A, B, PLANS, assert_close, make_variables
 
 X = jax.random.normal(jax.random.key(0), (3, 8))
-HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+DEVICE = jax.memory.Space.Device
 
 
 def on_host(tree):
@@ -167,6 +167,15 @@ def test_values_and_gradients_are_those_of_parameters_on_the_device(case):
   loss, grads = jax.jit(jax.value_and_grad(loss_of(stack)))(params)
   assert on_host(grads) == on_host(params) != set()  # gradients come back to where the parameters are
   assert_close((loss, grads), wanted(plan_name))
+
+
+def test_gradients_go_where_they_are_asked_for():
+  stack = stack_of("homogeneous")
+  params = placed(stack, params_of("homogeneous"))
+  device = jax.tree.map(lambda x: x.sharding.with_memory_kind("device"), params)
+  grads = jax.jit(jax.grad(loss_of(stack)), out_shardings=device)(params)
+  assert not on_host(grads)
+  assert_close(grads, wanted("homogeneous")[1])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -344,6 +353,14 @@ def test_a_tree_in_which_the_segments_stand_twice():
   params = params_of("homogeneous")
   with pytest.raises(ValueError, match="segments of the plan stand at encoder and at the top: which of them"):
     ls.host_shardings(stack_of("homogeneous"), {"encoder": params, **params})
+
+
+def test_per_layer_arguments_in_host_memory():
+  here = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+  masks, stack = jax.device_put(jnp.zeros((4, 3)), here), stack_of("homogeneous")
+  for mask in (masks, [masks] * 4):
+    with pytest.raises(ValueError, match="per-layer argument .*mask.* is in host memory, .* with jax.device_put"):
+      stack.apply({"params": params_of("homogeneous")}, X, mask=ls.per_layer(mask))
 
 
 class _Device:
