@@ -1,8 +1,7 @@
 """`on_device`: the numbers of the plain function, results where they belong, one layer on the device at a time."""
-import functools
-
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 import numpy as np
 import optax
 import pytest
@@ -157,8 +156,9 @@ def test_one_layer_is_on_the_device_at_a_time():
   assert (3, 2, 8, 6) in device_shapes(jax.make_jaxpr(ls.on_device(tx.update))(params, state, params).jaxpr)
 
 
-def test_leaves_split_over_a_mesh():
-  mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_leaves_split_over_a_mesh(axis_type):
+  mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(axis_type,) * 2)
   tree = numbers(0)
   split = jax.tree.map(lambda s, x: jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(
       *[None] * (x.ndim - 2), "data", "model"), memory_kind=s.memory_kind), shardings_of(tree), tree)
