@@ -19,6 +19,7 @@ from linen_stack.models.moe import total_loss
 from linen_stack.presets import PRESETS
 from linen_stack.stacked import is_box, value
 from linen_stack.tags import tagged_names
+from tests import interpret
 from tests.reference import assert_close, layers_of, loop
 
 MIDDLE_OF_CYCLE = pathlib.Path(__file__).parent / "golden_more" / "qwen3_next_middle"
@@ -165,7 +166,6 @@ def tiny(seq=7):
   return filled(ls.StackedDecoder(PLAN), x), x
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def results(static, variables, x):
   """The output, the load-balance loss, and the gradients of parameters and input of a scalar of both."""
   stack = ls.StackedDecoder(PLAN, **dict(static))
@@ -175,7 +175,7 @@ def results(static, variables, x):
     balance = total_loss(state["losses"])
     return jnp.sum(jnp.sin(y)) + balance, (y, balance)
 
-  gradients, values = jax.grad(loss, argnums=(0, 1), has_aux=True)(variables, x)
+  gradients, values = interpret.run(jax.grad(loss, argnums=(0, 1), has_aux=True), variables, x)
   return values, gradients
 
 
