@@ -61,11 +61,11 @@ def find(path: str | pathlib.Path) -> pathlib.Path:
 
 
 def check_writable(folder: str | pathlib.Path) -> None:
-  """Makes the folder of a run. Raises CheckpointError where that, or writing into it, cannot be."""
+  """Raises CheckpointError where the folder of a run cannot be made or written into. Leaves nothing behind."""
   folder = pathlib.Path(folder).absolute()
+  there = next(path for path in (folder, *folder.parents) if path.exists())
   try:
-    folder.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=folder).close()
+    tempfile.TemporaryFile(dir=there).close()
   except OSError as error:
     raise CheckpointError(f"cannot write checkpoints to {folder}: {reason(error)}") from error
 
