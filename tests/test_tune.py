@@ -4,8 +4,9 @@ import functools
 import itertools
 import json
 
-import jax.numpy as jnp
+from flax import linen as nn
 import jax
+import jax.numpy as jnp
 import pytest
 import yaml
 
@@ -206,6 +207,29 @@ def test_durations():
       "2.41 s", "61.2 s", "12.3 ms", "996 us", "0.85 us"]
 
 
+def test_programs_that_take_too_long_are_left_out(compiler, monkeypatch):
+  given = compiler("flat")
+  quick, said, slow = tune_lib.compile_report, [], []
+
+  def compile_report(program, topology, **options):
+    if given and not slow:
+      slow.append(program.remat)
+      raise TimeoutError("given up")
+    return quick(program, topology, **options)
+
+  monkeypatch.setattr(tune_lib, "compile_report", compile_report)
+  report = search("flat", 2**40, say=said.append)
+  assert report.winner.candidate.policy in given[1:] and report.winner.candidate.policy not in slow
+  assert any(line.startswith("left out: ") and "given up" in line for line in said)
+  monkeypatch.setattr(tune_lib, "compile_report", _always_too_long)
+  with pytest.raises(TimeoutError):
+    search("flat", 2**40)
+
+
+def _always_too_long(*_, **__):
+  raise TimeoutError("given up")
+
+
 def test_host_memory_is_a_bound(compiler):
   compiler("flat")
   report = search("flat", 2**40, host=1)
@@ -224,6 +248,11 @@ def test_host_memory_is_a_bound(compiler):
 def test_arguments_that_cannot_be(options, error, words):
   with pytest.raises(error, match=words):
     tune(ls.StackedDecoder(PLANS["flat"]), (HIDDEN,), **options)
+
+
+def test_modules_without_a_stack():
+  with pytest.raises(ValueError, match="calls no StackedDecoder"):
+    tune(nn.Dense(4), (jax.ShapeDtypeStruct((4, 4), jnp.float32),))
 
 
 @pytest.mark.slow

@@ -69,15 +69,24 @@ def cost(fn: Callable[..., Any], *args: Any, chip: Chip | None = None, devices: 
     *args, **kwargs: trees of arrays or of `jax.ShapeDtypeStruct`. Other leaves stay the Python values that they are.
     chip, devices: what it runs on, evenly spread, for `seconds`.
   """
-  leaves, tree = jax.tree.flatten((args, kwargs))
-  arrays = [leaf for leaf in leaves if is_array(leaf)]
+  arrays, rebuild = take_arrays((args, kwargs))
 
   def call(arrays):
-    values = iter(arrays)
-    args, kwargs = tree.unflatten([next(values) if is_array(leaf) else leaf for leaf in leaves])
+    args, kwargs = rebuild(arrays)
     return fn(*args, **kwargs)
 
   return program_cost(jax.make_jaxpr(call)(arrays).jaxpr, chip=chip, devices=devices)
+
+
+def take_arrays(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+  """What stands for arrays in a tree, and a function that puts others in their places."""
+  leaves, structure = jax.tree.flatten(tree)
+
+  def rebuild(arrays: Sequence[Any]) -> Any:
+    values = iter(arrays)
+    return structure.unflatten([next(values) if is_array(leaf) else leaf for leaf in leaves])
+
+  return [leaf for leaf in leaves if is_array(leaf)], rebuild
 
 
 def is_array(leaf: Any) -> bool:

@@ -142,7 +142,7 @@ def batch_spec(rules: Rules) -> PartitionSpec:
   return PartitionSpec(dict(reversed(rules)).get("batch"))
 
 
-def placed(tree: Any, specs: Any, mesh: AbstractMesh, what: str, memory_kind: str | None = None) -> Any:
+def placed(tree: Any, specs: Any, mesh: AbstractMesh, what: str) -> Any:
   """The arrays of a tree as shapes with shardings.
 
   Args:
@@ -156,19 +156,19 @@ def placed(tree: Any, specs: Any, mesh: AbstractMesh, what: str, memory_kind: st
   specs = jax.tree.broadcast(specs, tree, is_leaf=is_leaf)
   leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
   flat = jax.tree.leaves(specs, is_leaf=is_leaf)
-  return treedef.unflatten([_place(leaf, spec, mesh, f"{what}{jax.tree_util.keystr(path)}", memory_kind)
+  return treedef.unflatten([_place(leaf, spec, mesh, f"{what}{jax.tree_util.keystr(path)}")
                             for (path, leaf), spec in zip(leaves, flat)])
 
 
-def _place(leaf: Any, spec: Any, mesh: AbstractMesh, what: str, memory_kind: str | None) -> Any:
+def _place(leaf: Any, spec: Any, mesh: AbstractMesh, what: str) -> Any:
   if not flops.is_array(leaf):
     return leaf
+  memory_kind = None
   if spec is None:
     own = getattr(leaf, "sharding", None)
     spec = own if isinstance(own, NamedSharding) and own.mesh.size == mesh.size else PartitionSpec()
   if isinstance(spec, NamedSharding):
-    memory_kind = memory_kind or spec.memory_kind
-    spec = spec.spec
+    memory_kind, spec = spec.memory_kind, spec.spec
   if not isinstance(spec, PartitionSpec):
     raise TypeError(f"shardings: {what} needs a jax.sharding.PartitionSpec, not {spec!r}")
   if len(spec) > len(leaf.shape):
@@ -187,15 +187,14 @@ def _place(leaf: Any, spec: Any, mesh: AbstractMesh, what: str, memory_kind: str
 
 def variables_of(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Watch]:
   """The variables of a module as shapes, boxed with their logical axes, and the stacks in it. Allocates nothing."""
-  leaves, tree = jax.tree.flatten((args, kwargs))
+  arrays, rebuild = flops.take_arrays((args, kwargs))
 
   def init(key, arrays):
-    values = iter(arrays)
-    args, kwargs = tree.unflatten([next(values) if flops.is_array(leaf) else leaf for leaf in leaves])
+    args, kwargs = rebuild(arrays)
     return module.init({"params": key, "dropout": key}, *args, **kwargs)
 
   with watching() as watch:
-    boxed = jax.eval_shape(init, jax.random.key(0), [leaf for leaf in leaves if flops.is_array(leaf)])
+    boxed = jax.eval_shape(init, jax.random.key(0), arrays)
   # What layers sow anew in every call is no variable of theirs.
   return {name: tree for name, tree in boxed.items() if name not in ("losses", "intermediates")}, watch
 
@@ -238,16 +237,16 @@ def gradients(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
   """
   boxed, watch = variables_of(module, *args, **kwargs)
   variables = place_variables(boxed, watch, mesh, rules)
-  leaves, tree = jax.tree.flatten((args, dict(kwargs)))
+  call = (args, dict(kwargs))
+  arrays, rebuild = flops.take_arrays(call)
   if specs is None:
-    first = next((leaf for leaf in leaves if flops.is_array(leaf) and leaf.shape), None)
-    along = lambda leaf: flops.is_array(leaf) and leaf.shape[:1] == first.shape[:1]
-    specs = tree.unflatten([batch_spec(rules) if first is not None and along(leaf) else PartitionSpec() for leaf in leaves])
-  arrays = [leaf for leaf in jax.tree.leaves(placed((args, dict(kwargs)), specs, mesh, "args")) if flops.is_array(leaf)]
+    batch = next((leaf.shape[:1] for leaf in arrays if leaf.shape), None)
+    specs = jax.tree.map(lambda leaf: batch_spec(rules) if flops.is_array(leaf) and leaf.shape[:1] == batch else
+                         PartitionSpec(), call)
+  arrays, _ = flops.take_arrays(placed(call, specs, mesh, "args"))
 
   def loss(params, others, arrays):
-    values = iter(arrays)
-    args, kwargs = tree.unflatten([next(values) if flops.is_array(leaf) else leaf for leaf in leaves])
+    args, kwargs = rebuild(arrays)
     rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
     out, changed = module.apply({"params": params, **others}, *args, rngs=rngs, mutable=[*others, "losses"], **kwargs)
     squares = [jnp.mean(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(out)
@@ -269,13 +268,11 @@ def of_function(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
   for position in donate:
     if isinstance(position, bool) or not isinstance(position, int) or not 0 <= position < len(args):
       raise ValueError(f"donate_argnums: there is no argument {position!r}; {len(args)} were given")
-  leaves, tree = jax.tree.flatten((args, dict(kwargs)))
-  whole = (placed(args, specs, mesh, "args"), placed(dict(kwargs), None, mesh, "kwargs"))
-  arrays = lambda part: [leaf for leaf in jax.tree.leaves(part) if flops.is_array(leaf)]
+  _, rebuild = flops.take_arrays((args, dict(kwargs)))
+  parts = (*placed(args, specs, mesh, "args"), placed(dict(kwargs), None, mesh, "kwargs"))
 
   def call(*parts):
-    values = iter([leaf for part in parts for leaf in part])
-    args, kwargs = tree.unflatten([next(values) if flops.is_array(leaf) else leaf for leaf in leaves])
+    args, kwargs = rebuild([leaf for part in parts for leaf in part])
     return fn(*args, **kwargs)
 
-  return Program(call, (*(arrays(part) for part in whole[0]), arrays(whole[1])), mesh, rules, donate=donate)
+  return Program(call, tuple(flops.take_arrays(part)[0] for part in parts), mesh, rules, donate=donate)

@@ -127,6 +127,8 @@ def _budget(value: Any, what: str) -> int | None:
 def search(program: Program, topology: chips.Topology, hbm: int, host: int | None = None, *, limit: float = 600.0,
            cache: str | os.PathLike[str] | bool = True, say: Callable[[str], None] = lambda line: None) -> TuneReport:
   """The same for a program with a `loss`. `hbm`, `host`: bytes for one device."""
+  if not program.stacks:
+    raise ValueError("the module calls no StackedDecoder, so that there is no policy to choose")
   ranked = candidates(program, topology.chip)
   state = _Search(program, topology, hbm, host, ranked, limit=limit, cache=cache, say=say)
   state.run()
@@ -141,7 +143,7 @@ class _Search:
     self._program, self._topology, self._hbm, self._host = program, topology, hbm, host
     self._ranked = [candidate for candidate in ranked if host is None or candidate.host <= host]
     self._options, self._say = dict(limit=limit, cache=cache), say
-    self._most = max(2, len(PRESETS) // 3)
+    self._left = max(2, len(PRESETS) // 3)  # programs that may still be compiled
     self._done: list[Confirmed] = []
     self._presets = tuple(sorted((c for c in ranked if c.presets), key=lambda c: c.seconds))
     self._full = next(c for c in ranked if "full" in c.presets)
@@ -155,7 +157,7 @@ class _Search:
         self._compile(least)
       if not self._best():
         return
-    while len(self._done) < self._most:
+    while self._left > 0:
       best = self._best()
       tried = [done.candidate for done in self._done]
       most = self._most_device()
@@ -167,9 +169,17 @@ class _Search:
 
   def _compile(self, candidate: Candidate) -> None:
     self._say(f"compiling {candidate.name}, {_time(candidate)}")
+    self._left -= 1
     program = dataclasses.replace(self._program, remat=candidate.policy)
-    self._done.append(Confirmed(candidate, compile_report(program, self._topology, **self._options)))
-    memory = self._done[-1].memory
+    try:
+      memory = compile_report(program, self._topology, **self._options)
+    except TimeoutError as error:
+      if not self._done:
+        raise  # what full remat takes is what all others are measured by
+      self._ranked.remove(candidate)
+      self._say(f"left out: {candidate.name}: {error}")
+      return
+    self._done.append(Confirmed(candidate, memory))
     self._say(f"{candidate.name}: {render.size(memory.hbm)} of HBM, compiled in {memory.seconds:.0f} s")
 
   def _fits(self, done: Confirmed) -> bool:
