@@ -4,12 +4,14 @@ import html.parser
 import json
 import xml.etree.ElementTree
 
+import jax
+import jax.numpy as jnp
 import pytest
 import yaml
 
 from linen_stack import commands
-from linen_stack.commands import memory as memory_command
-from linen_stack.inspect import chips, html as html_lib
+from linen_stack.commands import memory as memory_command, used
+from linen_stack.inspect import chips, html as html_lib, render
 from linen_stack.inspect import tune as tune_function  # noqa: F401  (the function; the module is below)
 from tests.test_tune import made_up
 
@@ -185,6 +187,29 @@ def test_tune(capsys, config, compiler):
   status, out, err = run(capsys, "tune", config, "--topology", "v5p:2x2x1", "--hbm", "1MiB", "--json")
   assert status == 1 and "no policy fits" in err and json.loads(out)["winner"] is None
   assert json.loads(out)["smallest_hbm"] > 2**20
+
+
+# Memory that training took ------------------------------------------------------------------------------------------------
+
+
+def test_memory_in_use_is_told_beside_what_the_compiler_says(monkeypatch):
+  x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+  compiled = jax.jit(lambda x: (x @ x) @ x).lower(x).compile()
+  size = 256 * 256 * 4
+  assert 2 * size <= used.expected(compiled) <= 5 * size
+  most, where = used.peak()
+  assert most > 2**25 and where == "by the whole process, on cpu"
+  line = used.describe(compiled)
+  assert line.startswith("memory: at most ") and f"takes {render.size(used.expected(compiled))}, as the compiler" in line
+
+  class Device:
+    device_kind, platform = "A GPU", "gpu"
+
+    def memory_stats(self):
+      return {"peak_bytes_in_use": 3 * 2**30}
+
+  monkeypatch.setattr(used.jax, "local_devices", lambda: [Device()])
+  assert used.describe(compiled).startswith("memory: at most 3.0 GiB were in use on A GPU; a step")
 
 
 # Pictures ------------------------------------------------------------------------------------------------------------------

@@ -381,7 +381,7 @@ def test_train_and_generate_from_the_command_line(tmp_path, folder, capsys):
           "--set", "model.num_layers=2", "--text", str(folder / "text.txt"), "--out", str(tmp_path), "--steps", "2"]
   assert main(["train", "tiny", *argv]) == 0
   out = capsys.readouterr().out
-  for words in ("2 layers, 1 traced", "parameters, ", "trace ", "compile ", "step 2/2  loss ", "tokens/s", "held out: ",
+  for words in ("2 layers, 1 traced", "parameters, ", "trace ", "compile ", "step 2/2  loss ", "tokens/s", "memory: at most ", "held out: ",
                 "bits per byte; entropy of single bytes: "):
     assert words in out
   assert main(["generate", str(tmp_path), "--prompt", "ab", "--tokens", "5"]) == 0

@@ -14,7 +14,7 @@ import jax
 
 from linen_stack import checkpoints, training
 from linen_stack import text as text_lib
-from linen_stack.commands import CommandError, options, plain_errors
+from linen_stack.commands import CommandError, options, plain_errors, used
 from linen_stack.commands import plan as plan_command
 from linen_stack.commands.progress import Progress
 from linen_stack.config import StackConfig
@@ -188,6 +188,7 @@ def _steps(config: StackConfig, model: Any, tx: Any, state: training.State, text
   seconds = time.perf_counter() - compiled
   tokens = len(losses) * settings.batch * settings.seq
   print(f"{len(losses)} steps in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s")
+  print(used.describe(step_fn))
   return losses, state
 
 
