@@ -166,9 +166,9 @@ def tiny(seq=7):
   return filled(ls.StackedDecoder(PLAN), x), x
 
 
-def results(static, variables, x):
+def results(remat, variables, x):
   """The output, the load-balance loss, and the gradients of parameters and input of a scalar of both."""
-  stack = ls.StackedDecoder(PLAN, **dict(static))
+  stack = ls.StackedDecoder(PLAN, remat=remat)
 
   def loss(variables, x):
     y, state = stack.apply(variables, x, mutable=["losses"])
@@ -181,19 +181,18 @@ def results(static, variables, x):
 
 @functools.cache
 def without_remat():
-  return results((("remat", "none"),), *tiny())
+  return results("none", *tiny())
 
 
-@pytest.mark.parametrize("remat", ["full", "minimal", "minimal_offloaded"])
+@pytest.mark.parametrize("remat", ["full", "minimal"])
 def test_policies_agree(remat):
-  # Rounding that differs between two compiled programs grows a little through six layers.
-  assert_close(results((("remat", remat),), *tiny()), without_remat(), 5e-6)
+  assert_close(results(remat, *tiny()), without_remat(), 1e-6)
 
 
 def test_stack_is_a_loop_over_its_layers():
   variables, x = tiny()
   layers = layers_of(variables, PLAN)
-  y, outputs = jax.jit(functools.partial(loop, PLAN, mutable=["losses"]))(layers, x)
+  y, outputs = interpret.run(functools.partial(loop, PLAN, mutable=["losses"]), layers, x)
   balance = sum(total_loss(state["losses"]) for (_, state) in outputs if "losses" in state)
   assert_close((y, balance), without_remat()[0], 1e-6)
   assert ["losses" in state for _, state in outputs] == [False, False, True] * 2  # of experts alone
@@ -255,16 +254,15 @@ def test_low_precision():
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("tpu")
-@pytest.mark.parametrize("remat", ["minimal", "minimal_offloaded"])
-def test_gradients_compile_for_a_tpu(remat):
+def test_gradients_compile_for_a_tpu():
   sizes = dict(embed=256, moe=dict(num_experts=4, hidden=128, top_k=2, shared_hidden=128, shared_gate=True))
   net = dict(key_heads=1, heads=2, key_dim=128, value_dim=128)
   linear = ls.LayerSpec(Qwen3NextLayer, "linear", **sizes, delta_net=net)
   full = ls.LayerSpec(Qwen3NextLayer, "full", **sizes, attention=dict(num_heads=2, num_kv_heads=1, head_dim=128))
-  stack = ls.StackedDecoder(ls.Plan.cycle([linear, linear, full], 6), remat=remat)
+  stack = ls.StackedDecoder(ls.Plan.cycle([linear, linear, full], 6), remat="minimal_offloaded")
   x = jax.ShapeDtypeStruct((4, 500, 256), jnp.float32)
   report = ls.inspect.memory(stack, (x,), topology="v5p:2x2x1", cache=False)
-  assert report.fits and (report.host > 0) == (remat == "minimal_offloaded")
+  assert report.fits and report.host > 0
 
 
 # Bad input
