@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+import dataclasses
 import json
 import math
 import os
@@ -35,7 +36,8 @@ from linen_stack.hf_tensors import Folder, Writer
 from linen_stack.models.families import family_of, published
 from linen_stack.models.family import Config, Family, layer_modules
 from linen_stack.models.language_model import LanguageModel
-from linen_stack.specs import LayerSpec
+from linen_stack.placement import host_shardings
+from linen_stack.specs import LayerSpec, nearest
 from linen_stack.stack import StackedDecoder
 from linen_stack.stacked import is_box, value
 
@@ -78,7 +80,8 @@ def load_model(folder: str | os.PathLike[str], *, dtype: DType = None, param_dty
     dtype: of the computation. Default: that of the parameters.
     param_dtype: of the parameters. Default: each as it is stored.
     device: where the parameters go: a device or sharding, or a function (path, leaf) -> device or sharding, path being
-      "layers/attention/query/kernel" and leaf of numpy. Default: JAX's default device.
+      "layers/attention/query/kernel" and leaf of numpy. Default: JAX's default device; with `offload_params`, its host
+      memory for the parameters that it selects.
     **stack: options of `StackedDecoder`: scan, param_axis, remat, ...
 
   Raises:
@@ -86,7 +89,15 @@ def load_model(folder: str | os.PathLike[str], *, dtype: DType = None, param_dty
     TypeError, ValueError: for a family that is not known, a config that its layers cannot follow, a file that is cut
       short, and tensors that are not the model's (lists them).
   """
+  if not (device is None or callable(device) or isinstance(device, (jax.Device, jax.sharding.Sharding))):
+    raise TypeError('device must be a jax.Device, as jax.devices("cpu")[0] is, a sharding, or a function (path, leaf) that '
+                    f"returns one, not {device!r}")
   checkpoint = open_checkpoint(folder, dtype=dtype, param_dtype=param_dtype, **stack)
+  if device is None and checkpoint.model.stack.offload_params is not False:
+    shapes = {path: jax.ShapeDtypeStruct(leaf.shape, checkpoint.dtypes[path]) for path, leaf in checkpoint.leaves.items()}
+    tree = host_shardings(checkpoint.model.stack, traverse_util.unflatten_dict(shapes, sep="/"))
+    shardings = traverse_util.flatten_dict(tree, sep="/")
+    device = lambda path, leaf: shardings[path]
   leaves = {}
   for path in checkpoint.leaves:
     leaf = checkpoint.read(path)
@@ -119,9 +130,13 @@ def open_checkpoint(folder: str | os.PathLike[str], *, dtype: DType = None, para
 
 def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
   """The content of a folder's `config.json`. Raises FileNotFoundError or ValueError where there is none."""
+  if not isinstance(folder, (str, os.PathLike)):
+    raise TypeError(f"folder must be a path, not {folder!r}")
   path = Path(folder) / "config.json"
+  if Path(folder).is_file():
+    raise NotADirectoryError(f"{folder} is a file; pass the folder that it is in")
   if not Path(folder).is_dir():
-    raise FileNotFoundError(f"there is no folder {folder}")
+    raise FileNotFoundError(f"there is no folder {folder}; models are read from disk, none is downloaded")
   if not path.is_file():
     raise FileNotFoundError(f"{folder} has no config.json; a Hugging Face checkpoint has one beside its tensors")
   try:
@@ -144,6 +159,10 @@ def model_from_config(config: Config, *, dtype: DType = None, param_dtype: DType
 
   Raises TypeError or ValueError for a family that is not known, and for fields that its layers cannot follow.
   """
+  options = [field.name for field in dataclasses.fields(StackedDecoder) if field.name not in ("plan", "parent", "name")]
+  for name in stack:
+    if name not in options:
+      raise TypeError(f"no option {name!r} of StackedDecoder can be given; {nearest(name, options)}")
   family, text, _ = _text_model(config)
   if config.get("quantization_config") or text.get("quantization_config"):
     raise ValueError("quantization_config: quantised checkpoints are not read; use the unquantised one")

@@ -18,8 +18,8 @@ from typing import Any, Literal
 import jax
 
 from linen_stack import jax_policies
-from linen_stack.specs import nearest
 from linen_stack.presets import PRESETS, Preset
+from linen_stack.specs import keywords_checked, nearest
 
 # The name by which layers tag the hidden states that enter them. A policy that offloads it is `carry="offload"`: the
 # stack then tags the carry itself, as CARRY_TAG, so that it works with and without the layer's own tag, and once.
@@ -51,6 +51,7 @@ def _positive(value: Any, argument: str) -> int:
   return value.__index__()
 
 
+@keywords_checked
 @dataclasses.dataclass(frozen=True)
 class RematPolicy:
   """What the backward pass of a layer finds, and where. Frozen, hashable; equal when it means the same.

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 import dataclasses
 import difflib
 import functools
+import inspect
 import re
 import types
 from typing import Any
@@ -29,6 +30,36 @@ def checked_name(value: Any, argument: str) -> str:
   if not isinstance(value, str) or not value or "/" in value:
     raise ValueError(f"{argument} must be a non-empty string without '/', not {value!r}")
   return value
+
+
+def check_keywords(target: Callable[..., Any], given: Iterable[str], hidden: Iterable[str] = ()) -> None:
+  """Raises TypeError for keyword arguments that `target` does not take. `hidden`: names that are not for users."""
+  try:
+    parameters = inspect.signature(target).parameters
+  except (TypeError, ValueError):
+    return  # a callable without a signature
+  if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+    return
+  known = [name for name in parameters if name not in hidden]
+  for name in given:
+    if name not in known:
+      raise TypeError(f"{getattr(target, '__name__', target)} has no argument {name!r}; {nearest(name, known)}")
+
+
+def keywords_checked(cls: type) -> type:
+  """Gives a class an error with the nearest match for keyword arguments that its constructor does not take."""
+  init = cls.__init__
+
+  @functools.wraps(init)
+  def checked_init(self: Any, *args: Any, **kwargs: Any) -> None:
+    try:
+      init(self, *args, **kwargs)
+    except TypeError:
+      check_keywords(cls, kwargs)
+      raise
+
+  cls.__init__ = checked_init
+  return cls
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -83,6 +114,7 @@ class LayerSpec:
                       "with the arguments of its constructor")
     if name is not None:
       checked_name(name, "name")
+    check_keywords(cls, kwargs, hidden=("self", "parent", "name"))
     object.__setattr__(self, "cls", cls)
     object.__setattr__(self, "name", name)
     object.__setattr__(self, "kwargs", kwargs)

@@ -28,6 +28,7 @@ from linen_stack.lifting import is_array, not_a_method
 from linen_stack.per_layer import join, wrap
 from linen_stack.plan import Plan, Run, Segment
 from linen_stack.policies import RematPolicy
+from linen_stack.specs import keywords_checked
 from linen_stack.stacked import check_carry, strong
 from linen_stack.validation import check_selection, check_stack, levels
 
@@ -38,6 +39,7 @@ observer: contextvars.ContextVar[Callable[[Segment, Run, Any], None] | None] = c
 MIN_OFFLOAD_BYTES = 16 * 1024
 
 
+@keywords_checked
 class StackedDecoder(nn.Module):
   """The layers of a plan, one after the other.
 

@@ -146,6 +146,9 @@ def test_init_cache_checks_its_arguments(args, error, message):
 @pytest.mark.parametrize("change, error, message", [
     (dict(prompt=jnp.zeros((2, 0), jnp.int32)), ValueError, "prompt is empty ((2, 0))"),
     (dict(prompt=[[]]), ValueError, "prompt is empty"),
+    (dict(prompt="def"), TypeError, "prompt must be token ids [batch, seq], each row of one length, not 'def'"),
+    (dict(prompt=[[1, 2], [3]]), TypeError, "each row of one length, not [[1, 2], [3]]"),
+    (dict(variables={"layers": {}}), TypeError, 'variables must be a dict with "params"'),
     (dict(prompt=PROMPT[0]), ValueError, "prompt must have the shape [batch, seq], not (5,)"),
     (dict(prompt=PROMPT * 0.5), TypeError, "prompt must be integer token ids, not float32"),
     (dict(prompt=PROMPT.at[0, 0].set(VOCAB)), ValueError, "to 13; the model's are 0 to 12"),

@@ -3,6 +3,7 @@ import json
 import pathlib
 import shutil
 
+from flax import traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,6 +68,33 @@ def test_a_truncated_file(changed):
 def test_unknown_families(changed, model_type, match):
   with pytest.raises(ValueError, match=match):
     hf.load_model(changed(GOLDEN / "llama", {"model_type": model_type}))
+
+
+@pytest.mark.parametrize("options, match", [
+    ({"scann": False}, "no option 'scann' of StackedDecoder can be given; did you mean 'scan'"),
+    ({"plan": None}, "no option 'plan' of StackedDecoder"),
+    ({"device": "cpu"}, "device must be a jax.Device, .* not 'cpu'"),
+])
+def test_options_of_loading(options, match):
+  with pytest.raises(TypeError, match=match):
+    hf.load_model(GOLDEN / "llama", **options)
+
+
+def test_folders_that_are_none():
+  with pytest.raises(TypeError, match="folder must be a path, not None"):
+    hf.load_model(None)
+  with pytest.raises(NotADirectoryError, match="is a file; pass the folder"):
+    hf.load_model(GOLDEN / "llama" / "config.json")
+
+
+def test_offloaded_parameters_are_loaded_into_host_memory():
+  _, variables = hf.load_model(GOLDEN / "llama", offload_params=4096)
+  kinds = {path: leaf.sharding.memory_kind for path, leaf in traverse_util.flatten_dict(variables, sep="/").items()}
+  assert {path for path, kind in kinds.items() if kind == "pinned_host"} == {
+      path for path in kinds if path.startswith("params/layers/") and path.endswith("kernel")
+      and not path.endswith(("key/kernel", "value/kernel"))}
+  with pytest.raises(ValueError, match="selects none of the layers' parameters"):
+    hf.load_model(GOLDEN / "llama", offload_params=2**30)
 
 
 # Tensors

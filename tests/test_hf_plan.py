@@ -222,6 +222,9 @@ def test_text_config_is_read_and_the_rest_is_not():
 class Layer:
   """Stands in for a module class."""
 
+  def __init__(self, name=None, window=None, scale=1.0):
+    raise AssertionError("a plan makes no layers")
+
 
 def test_layer_is_called_with_index_and_kind():
   calls = []

@@ -370,7 +370,7 @@ def test_bad_fields(fields, error, message):
     (local_layer, ValueError, "layer= gave LayerSpec.Local.*cannot be imported.*define it at the top of a module"),
     (lambda index, kind: LayerSpec(Layer, kind=jnp.tanh), ValueError,
      "layer= gave .*whose argument 'kind' is no plain value"),
-    (lambda index, kind: LayerSpec(Layer, kinds="moe"), ValueError, "has no argument 'kinds'; did you mean 'kind'?"),
+    (lambda index, kind: LayerSpec(Layer, kinds="moe"), TypeError, "has no argument 'kinds'; did you mean 'kind'?"),
 ])
 def test_bad_layer_functions(layer, error, message):
   with pytest.raises(error, match=message):

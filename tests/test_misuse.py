@@ -74,6 +74,9 @@ def test_options_of_scan(options, error, message):
      "call it, as in save_only_these_names"),
     (lambda: ls.StackedDecoder(ls.Plan.homogeneous(A, 2), offload_params=-5), ValueError, "cannot be negative"),
     (lambda: ls.StackedDecoder(ls.Plan.homogeneous(A, 2), barrier="lop"), ValueError, "did you mean 'loop'"),
+    (lambda: ls.StackedDecoder(ls.Plan.homogeneous(A, 2), unrol=2), TypeError, "has no argument 'unrol'; did you mean 'unroll'"),
+    (lambda: ls.RematPolicy(saves=["mlpwo"]), TypeError, "has no argument 'saves'; did you mean 'save'"),
+    (lambda: ls.LayerSpec(Layer, widht=2), TypeError, "Layer has no argument 'widht'; did you mean 'width'"),
     (lambda: ls.RematPolicy(["mlpwo"]), TypeError, "names of values go into save="),
 ])
 def test_wrong_construction(make, error, message):

@@ -11,6 +11,9 @@ from linen_stack.planner import plan_layers
 class Layer:
   """Stands in for a module class: plans do not look inside."""
 
+  def __init__(self, name=None, width=0):
+    raise AssertionError("a plan makes no layers")
+
 
 SPECS = {kind: LayerSpec(Layer, name=kind) for kind in "abcdefgh"}
 

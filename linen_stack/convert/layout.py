@@ -96,7 +96,8 @@ class Layout:
       own = {"param_axis": stack.param_axis, "scan": stack.scan}
       plan = stack.plan
     if not isinstance(plan, (Plan, Segment)):
-      raise TypeError(f"{argument} must be a plan, a segment, a StackedDecoder or a model around one, not {plan!r}")
+      raise TypeError(f"{argument} must be a plan, a segment, a StackedDecoder or a model around one, "
+                      f"not {plan!r:.80}")
     for name, given in (("param_axis", param_axis), ("scan", scan)):
       if given is None:
         continue

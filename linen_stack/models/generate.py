@@ -1,6 +1,7 @@
 """Generation with caches: one prefill of the prompt, then a loop of one-token steps, in one compiled program."""
 from __future__ import annotations
 
+from collections.abc import Mapping
 import functools
 import math
 from typing import Any
@@ -70,7 +71,12 @@ def generate(model: nn.Module, variables: Any, prompt: Array, num_tokens: int, *
     TypeError, ValueError: for an empty prompt or one that is not token ids of the model, num_tokens below 1, a
       temperature below 0, or one above 0 without a key.
   """
-  prompt = jnp.asarray(prompt)
+  try:
+    prompt = jnp.asarray(prompt)
+  except (TypeError, ValueError):
+    raise TypeError(f"prompt must be token ids [batch, seq], each row of one length, not {prompt!r}") from None
+  if not isinstance(variables, Mapping) or "params" not in variables:
+    raise TypeError('variables must be a dict with "params"; of bare parameters, {"params": params} is one')
   if prompt.ndim != 2:
     raise ValueError(f"prompt must have the shape [batch, seq], not {prompt.shape}")
   if not prompt.size:

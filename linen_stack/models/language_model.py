@@ -12,10 +12,12 @@ import jax.numpy as jnp
 
 from linen_stack.models.layers import DType, Projection, RMSNorm, require_count
 from linen_stack.per_layer import per_layer
+from linen_stack.specs import keywords_checked
 
 Array = jax.Array
 
 
+@keywords_checked
 class LanguageModel(nn.Module):
   """Tokens `[batch, seq]` to logits `[batch, seq, vocab]`.
 
