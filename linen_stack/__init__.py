@@ -12,3 +12,10 @@ from linen_stack.streaming import on_device
 from linen_stack.policies import RematPolicy
 from linen_stack.stack import StackedDecoder
 from linen_stack import convert, hf, inspect  # last: they read stacks
+
+
+def __getattr__(name):
+  if name == "nnx":  # flax.nnx takes a while to import, and Linen users need none of it
+    import linen_stack.nnx  # pylint: disable=g-import-not-at-top
+    return linen_stack.nnx
+  raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

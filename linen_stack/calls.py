@@ -61,7 +61,7 @@ class Call:
         raise TypeError(f"argument {layer_index!r} is given by layer_index and was passed as well")
       kwargs = {**kwargs, layer_index: _Slot(None)}
     for spec in distinct_specs(plan):
-      signature = lifts.call_signature(spec.cls) if isinstance(spec.cls, type) else None
+      signature = layer_signature(spec)
       if signature is not None:
         _bind(signature, spec, args, kwargs)
       lifts.check_static(signature, tuple(static_argnames), (None, *args), kwargs)
@@ -95,7 +95,8 @@ def build(spec: LayerSpec, name: str) -> nn.Module:
   """
   layer = spec.cls(**{key: _own_copy(value) for key, value in spec.kwargs.items()}, name=name)
   if not isinstance(layer, nn.Module):
-    raise TypeError(f"{spec!r} made {layer!r}, which is no flax.linen Module")
+    raise TypeError(f"{spec!r} made {layer!r}, which is no flax.linen Module; nnx.bridge.to_linen bridges NNX layers, and "
+                    "ls.nnx.ScannedLayers stacks them")
   return layer
 
 
@@ -108,6 +109,18 @@ def _own_copy(value: Any) -> Any:
   if any(isinstance(leaf, nn.Module) for leaf in jax.tree.leaves(value)):
     return jax.tree.map(_own_copy, value)
   return value
+
+
+def layer_class(spec: LayerSpec) -> type | None:
+  """The class of a spec's layers, also where it is partly applied (`func`); None: a function makes them."""
+  cls = getattr(spec.cls, "func", spec.cls)
+  return cls if isinstance(cls, type) else None
+
+
+def layer_signature(spec: LayerSpec) -> inspect.Signature | None:
+  """The signature of a layer's `__call__`; None where it is not known."""
+  cls = layer_class(spec)
+  return None if cls is None else lifts.call_signature(cls)
 
 
 def class_name(spec: LayerSpec) -> str:

@@ -31,7 +31,7 @@ def to_front(tree: Any, axis: int, length: int, metadata: Mapping[Any, Any], whe
   """
 
   def move(path, leaf):
-    array, name = value(leaf), metadata.get(nn.PARTITION_NAME)
+    array = value(leaf)
     shape = jnp.shape(array)
     at = stacked_axis(axis, len(shape)) if shape else 0
     path = where + jax.tree_util.keystr(path)
@@ -40,11 +40,7 @@ def to_front(tree: Any, axis: int, length: int, metadata: Mapping[Any, Any], whe
       hint = f"a size of {length} is on axis {others[0]}: was it stacked along another axis?" if others else \
           "were they made for another number of layers, or for a single one (scan=False)?"
       raise ValueError(f"{path}: expected {length} layers on axis {at}, found shape {shape}; {hint}")
-    if is_box(leaf):
-      names = getattr(leaf, "names", None)
-      if names is not None and (len(names) <= at or names[at] != name):
-        raise ValueError(f"{path}: axis {at} should be named {name!r} in the partition metadata, found {names}")
-      leaf = leaf.remove_axis(at, metadata)
+    leaf = _without_axis(leaf, at, metadata, path) if is_box(leaf) else leaf
     array = jnp.moveaxis(array, at, 0) if at else array
     return leaf.replace_boxed(array) if is_box(leaf) else array
 
@@ -58,9 +54,49 @@ def from_front(tree: Any, axis: int, metadata: Mapping[Any, Any]) -> Any:
     array = value(leaf)
     at = stacked_axis(axis, jnp.ndim(array))
     array = jnp.moveaxis(array, 0, at) if at else array
-    return leaf.replace_boxed(array).add_axis(at, metadata) if is_box(leaf) else array
+    return _with_axis(leaf.replace_boxed(array), at, metadata) if is_box(leaf) else array
 
   return jax.tree.map(move, tree, is_leaf=is_box)
+
+
+def named(names: Sequence[Any], at: int, name: Any) -> tuple[Any, ...]:
+  """Names of axes, with one more axis at `at`."""
+  names = [*names, *[None] * (at - len(names))]
+  return (*names[:at], name, *names[at:])
+
+
+def unnamed(names: Sequence[Any], at: int, name: Any, path: str) -> tuple[Any, ...]:
+  """The inverse of `named`. Raises ValueError where the axis has another name."""
+  if len(names) <= at or names[at] != name:
+    raise ValueError(f"{path}: axis {at} should be named {name!r} in the partition metadata, found {tuple(names)}")
+  return (*names[:at], *names[at + 1:])
+
+
+def axis_names(names: Any) -> tuple[Any, ...] | None:
+  """Names of axes as partition metadata holds them, one by one; None: it holds no such thing."""
+  return tuple(names) if isinstance(names, (tuple, list, jax.sharding.PartitionSpec)) else None
+
+
+def _box_names(box: Any) -> tuple[Any, ...] | None:
+  # Boxes of NNX variables that were bridged to Linen have the variable's metadata.
+  return axis_names(box.names if hasattr(box, "names") else getattr(box, "metadata", {}).get("out_sharding"))
+
+
+def _with_axis(box: Any, at: int, metadata: Mapping[Any, Any]) -> Any:
+  names, box = _box_names(box), box.add_axis(at, metadata)
+  return box if names is None else _renamed(box, named(names, at, metadata.get(nn.PARTITION_NAME)))
+
+
+def _without_axis(box: Any, at: int, metadata: Mapping[Any, Any], path: str) -> Any:
+  names = _box_names(box)
+  rest = names and unnamed(names, at, metadata.get(nn.PARTITION_NAME), path)
+  box = box.remove_axis(at, metadata)
+  return box if names is None else _renamed(box, rest)
+
+
+def _renamed(box: Any, names: tuple[Any, ...]) -> Any:
+  # Boxes of NNX variables leave their names as they are when an axis comes or goes.
+  return box if hasattr(box, "names") else box.replace(metadata={**box.metadata, "out_sharding": names})
 
 
 def strong(tree: Any) -> Any:

@@ -3,13 +3,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import math
+import sys
 from typing import Any
 
 import jax
 import numpy as np
 
-from linen_stack import lifts
-from linen_stack.calls import class_name, distinct_specs
+from linen_stack.calls import class_name, distinct_specs, layer_class, layer_signature
 from linen_stack.plan import Plan, Segment
 from linen_stack.specs import nearest
 from linen_stack.policies import RematPolicy
@@ -37,10 +37,20 @@ def check_stack(stack: Any) -> None:
     value = getattr(stack, name)
     if value not in choices:
       raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}; {nearest(str(value), choices)}")
+  _check_layers(stack)
   _check_policies(stack)
   _check_offload(stack)
   _check_names(stack)
   _check_arguments(stack)
+
+
+def _check_layers(stack: Any) -> None:
+  nnx = sys.modules.get("flax.nnx")  # which nobody has to have imported who stacks Linen layers
+  for spec in distinct_specs(stack.plan) if nnx is not None else ():
+    cls = layer_class(spec)
+    if cls is not None and issubclass(cls, nnx.Module) and not hasattr(spec.cls, "hosts_nnx"):
+      raise TypeError(f"layer {class_name(spec)} is a flax.nnx Module; write LayerSpec(functools.partial(nnx.bridge.to_linen, "
+                      f"{class_name(spec)}), ...), or stack it with ls.nnx.ScannedLayers")
 
 
 def _check_policies(stack: Any) -> None:
@@ -121,7 +131,7 @@ def _check_arguments(stack: Any) -> None:
     raise TypeError(f"layer_index must be the name of an argument, not {stack.layer_index!r}")
   index = () if stack.layer_index is None else (stack.layer_index,)
   for spec in distinct_specs(stack.plan):
-    signature = lifts.call_signature(spec.cls) if isinstance(spec.cls, type) else None
+    signature = layer_signature(spec)
     if signature is None or any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
       continue
     known = list(signature.parameters)[1:]

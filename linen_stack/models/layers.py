@@ -30,6 +30,15 @@ def require_count(argument: str, value: Any) -> None:
     raise ValueError(f"{argument} must be at least 1, not {value}")
 
 
+def rms_norm(x: Array, scale: Array, eps: float, zero_centered: bool = False) -> Array:
+  """x `[..., features]` over its root mean square, times scale `[features]`, in float32 at least."""
+  wide = jnp.promote_types(x.dtype, jnp.float32)
+  x = x.astype(wide)
+  x = x * lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
+  scale = scale.astype(wide)
+  return x * (1 + scale if zero_centered else scale)
+
+
 class RMSNorm(nn.Module):
   """Divides `[..., features]` by its root mean square and scales it; the result has `dtype`.
 
@@ -48,11 +57,19 @@ class RMSNorm(nn.Module):
     init = nn.initializers.zeros_init() if self.zero_centered else nn.initializers.ones_init()
     init = nn.with_logical_partitioning(init, ("norm",))
     scale = self.param("scale", init, x.shape[-1:], self.param_dtype)
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    x = x.astype(wide)
-    x = x * lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps)
-    scale = scale.astype(wide)
-    return (x * (1 + scale if self.zero_centered else scale)).astype(self.dtype)
+    return rms_norm(x, scale, self.eps, self.zero_centered).astype(self.dtype)
+
+
+def kernel_init(summed: int, rank: int) -> nn.initializers.Initializer:
+  """Of kernels of `rank` axes, of which the first `summed` are summed over."""
+  return nn.initializers.variance_scaling(
+      1.0, "fan_in", "truncated_normal", in_axis=range(summed), out_axis=range(summed, rank))
+
+
+def linear_map(x: Array, kernel: Array, summed: int, output_dtype: DType | None = None) -> Array:
+  """The product of x `[..., *in]` and kernel `[*in, *out]`, `[..., *out]`, where `in` are `summed` axes."""
+  contract = (tuple(range(x.ndim - summed, x.ndim)), tuple(range(summed)))
+  return lax.dot_general(x, kernel, (contract, ((), ())), preferred_element_type=output_dtype)
 
 
 class Projection(nn.Module):
@@ -79,12 +96,9 @@ class Projection(nn.Module):
   def __call__(self, x: Array) -> Array:
     summed = len(self.axes) - len(self.features)
     shape = x.shape[x.ndim - summed:] + tuple(self.features)
-    init = nn.initializers.variance_scaling(
-        1.0, "fan_in", "truncated_normal", in_axis=range(summed), out_axis=range(summed, len(shape)))
+    init = kernel_init(summed, len(shape))
     kernel = self.param("kernel", nn.with_logical_partitioning(init, self.axes), shape, self.param_dtype)
-    contract = (tuple(range(x.ndim - summed, x.ndim)), tuple(range(summed)))
-    y = lax.dot_general(x.astype(self.dtype), kernel.astype(self.dtype), (contract, ((), ())),
-                        preferred_element_type=self.output_dtype)
+    y = linear_map(x.astype(self.dtype), kernel.astype(self.dtype), summed, self.output_dtype)
     if not self.use_bias:
       return y
     init = nn.with_logical_partitioning(nn.initializers.zeros_init(), self.axes[summed:])
@@ -222,9 +236,9 @@ class Attention(nn.Module):
       query, key = (rope.rotate(y, positions, rates, scale=factor) for y in (query, key))
 
     if kv_cache is None:
-      context = self._attend(query, key, value, mask)
+      context = attend(query, key, value, mask, self.window, self.scale)
     else:
-      context, kv_cache = self._attend_cached(query, key, value, mask, kv_cache)
+      context, kv_cache = attend_cached(query, key, value, mask, kv_cache, self.window, self.scale)
     context = checkpoint_name(context, "context")
     if self.output_gate:
       context *= nn.sigmoid(gate)
@@ -232,30 +246,31 @@ class Attention(nn.Module):
                      **dtypes)(context)
     return checkpoint_name(out, "out_proj"), kv_cache
 
-  @nn.nowrap
-  def _attend(self, query: Array, key: Array, value: Array, mask: Array | None) -> Array:
-    if mask is not None:
-      mask = full_rank(mask, (query.shape[0], self.num_heads, query.shape[1], key.shape[1]))
-    window = None if self.window is None else (self.window - 1, 0)
-    return jax.nn.dot_product_attention(query, key, value, mask=mask, scale=self.scale, is_causal=True,
-                                        local_window_size=window)
 
-  @nn.nowrap
-  def _attend_cached(self, query: Array, key: Array, value: Array, mask: Array | None,
-                     cache: KVCache) -> tuple[Array, KVCache]:
-    start, seq, length = cache["index"], query.shape[1], cache["key"].shape[1]
-    cache = extend_cache(cache, {"key": key, "value": value})
-    distance = (start + jnp.arange(seq))[:, None] - jnp.arange(length)  # [seq, length]
-    seen = distance >= 0
-    if self.window is not None:
-      seen &= distance < self.window
-    seen = seen[None, None]
-    if mask is not None:
-      seen &= full_rank(mask, (query.shape[0], self.num_heads, seq, length))
-    context = jax.nn.dot_product_attention(
-        query, cache["key"].astype(query.dtype), cache["value"].astype(query.dtype), mask=seen, scale=self.scale)
-    # dynamic_update_slice moves a write that does not fit over older tokens; that must not look like a result.
-    return jnp.where(start + seq <= length, context, jnp.nan), cache
+def attend(query: Array, key: Array, value: Array, mask: Array | None, window: int | None, scale: float | None) -> Array:
+  """Causal attention over a sequence: query `[batch, seq, heads, head_dim]`, key and value `[batch, seq, kv_heads, ...]`."""
+  if mask is not None:
+    mask = full_rank(mask, (query.shape[0], query.shape[2], query.shape[1], key.shape[1]))
+  return jax.nn.dot_product_attention(query, key, value, mask=mask, scale=scale, is_causal=True,
+                                      local_window_size=None if window is None else (window - 1, 0))
+
+
+def attend_cached(query: Array, key: Array, value: Array, mask: Array | None, cache: KVCache, window: int | None,
+                  scale: float | None) -> tuple[Array, KVCache]:
+  """`attend` of new tokens over a cache and themselves; also gives the extended cache."""
+  start, seq, length = cache["index"], query.shape[1], cache["key"].shape[1]
+  cache = extend_cache(cache, {"key": key, "value": value})
+  distance = (start + jnp.arange(seq))[:, None] - jnp.arange(length)  # [seq, length]
+  seen = distance >= 0
+  if window is not None:
+    seen &= distance < window
+  seen = seen[None, None]
+  if mask is not None:
+    seen &= full_rank(mask, (query.shape[0], query.shape[2], seq, length))
+  context = jax.nn.dot_product_attention(
+      query, cache["key"].astype(query.dtype), cache["value"].astype(query.dtype), mask=seen, scale=scale)
+  # dynamic_update_slice moves a write that does not fit over older tokens; that must not look like a result.
+  return jnp.where(start + seq <= length, context, jnp.nan), cache
 
 
 class SwiGLU(nn.Module):

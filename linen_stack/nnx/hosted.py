@@ -1,0 +1,227 @@
+"""How NNX layers run in the loops of the library: each call of a layer is a Linen module that has its variables.
+
+The core stacks, slices, rematerialises and fetches the variables of Linen scopes, and lets out of its loops those that
+a layer changed. A `Host` takes one layer's variables out of its scope, makes the NNX layer of them, calls it, and puts
+back what the call changed or made. What is no array (graph, types and metadata of the variables) goes by a `Record`.
+
+Variables of NNX stand in three collections: `params` (`nnx.Param` itself), `cache` (`nnx.Cache`), and all others.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+import contextlib
+import dataclasses
+from typing import Any
+
+from flax import linen as nn
+from flax import nnx
+# Linen has no public way to say that what follows is no part of the module that is being called.
+from flax.linen.module import _context
+import jax
+
+from linen_stack.lifting import is_array
+from linen_stack.plan import Plan, Segment
+from linen_stack.specs import LayerSpec
+from linen_stack.tags import tagged_names
+
+Path = tuple[Any, ...]
+
+
+@dataclasses.dataclass
+class Record:
+  """What is known of a layer beside its arrays. Nothing in it belongs to a trace."""
+
+  graph: nnx.GraphDef
+  kinds: dict[Path, nnx.Variable | None]
+  """For each leaf of the layer a variable without value, metadata as in one layer; None for a bare array."""
+
+  @classmethod
+  def of(cls, layer: nnx.Module) -> tuple[Record, dict[Path, Any]]:
+    """A layer's record and the values of its leaves. Raises TypeError for variables that are references."""
+    for _, module in nnx.iter_modules(layer):
+      for name, value in list(vars(module).items()):
+        if isinstance(value, jax.core.Tracer):  # which Flax takes for a static attribute, unlike an array
+          setattr(module, name, nnx.data(value))
+    graph, state = nnx.split(layer)
+    leaves = dict(nnx.to_flat_state(state))
+    for path, leaf in leaves.items():
+      if isinstance(leaf, nnx.Variable) and leaf.ref:
+        raise TypeError(f"variable {'/'.join(map(str, path))} of {type(layer).__name__} is a reference (ref=True), which "
+                        "cannot be stacked; make it with ref=False")
+    kinds = {path: leaf.replace(None) if isinstance(leaf, nnx.Variable) else None for path, leaf in leaves.items()}
+    values = {path: leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf for path, leaf in leaves.items()}
+    return cls(graph, kinds), values
+
+  def layer(self, values: Mapping[Path, Any], rename: Callable[[Path, nnx.Variable], None] | None = None) -> nnx.Module:
+    """The layer with these values; `rename` may change the metadata of each of its variables."""
+    leaves = {}
+    for path, kind in self.kinds.items():
+      leaves[path] = values[path] if kind is None else kind.replace(values[path])
+      if rename is not None and kind is not None:
+        rename(path, leaves[path])
+    return nnx.merge(self.graph, nnx.from_flat_state(leaves))
+
+
+@dataclasses.dataclass(eq=False)
+class Session:
+  """One call, or the making, of all layers. Keys of the records are the paths of Linen modules."""
+
+  run: Callable[[Host, Any, tuple[Any, ...], dict[str, Any]], Any]
+  records: dict[Path, Record] = dataclasses.field(default_factory=dict)
+  """Of the layers before the call."""
+  results: dict[Path, Record] = dataclasses.field(default_factory=dict)
+  """Of those that were made, or that the call changed."""
+  seen: dict[str, set[str]] | None = None
+  """Where the tags of the layers go, by segment, if they are asked for."""
+
+
+class Host(nn.Module):
+  """The Linen module in whose place an NNX layer runs."""
+
+  spec: LayerSpec
+  session: Session
+
+  def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+    return self.session.run(self, x, args, kwargs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Hosted:
+  """What stands in a plan in the place of an NNX layer's class; `func` is that class, whose signature counts."""
+
+  func: Any
+  hosts_nnx = True
+
+  @property
+  def __name__(self) -> str:
+    return getattr(self.func, "__name__", type(self.func).__name__)
+
+  def __call__(self, *, spec: LayerSpec, session: Session, name: str) -> Host:
+    return Host(spec=spec, session=session, name=name)
+
+
+def hosted(plan: Plan, session: Session | None = None) -> Plan:
+  """The plan of Linen modules for a plan of NNX layers."""
+  host = lambda spec: LayerSpec(Hosted(getattr(spec.cls, "func", spec.cls)), spec.label, spec=spec, session=session)
+  return Plan(tuple(Segment(s.name, tuple(map(host, s.block)), s.length) for s in plan))
+
+
+# Making layers ------------------------------------------------------------------------------------------------------------
+
+
+def make(host: Host, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+  """Makes a layer of the host's spec, with the host's rng streams, and stores its variables."""
+  del args, kwargs
+  spec, rngs = host.spec, nnx.Rngs(**{stream: host.make_rng(stream) for stream in host.scope.rngs})
+  with _outside_of_linen():
+    layer = spec.cls(**spec.kwargs, rngs=rngs)
+  if not isinstance(layer, nnx.Module):
+    raise TypeError(f"{spec!r} made {type(layer).__name__}, which is no flax.nnx Module; bridge Linen layers with "
+                    "ls.nnx.bridged(plan, x)")
+  _store(host, layer)
+  return x
+
+
+# Calling layers -----------------------------------------------------------------------------------------------------------
+
+
+def call(host: Host, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+  """Calls the layer that has the host's variables."""
+  session, before = host.session, host.session.records[host.path]
+  values = read(before, host.variables)
+  layer = before.layer(values)
+  graph = nnx.graphdef(layer)
+  if host.scope.rngs:
+    kwargs = {**kwargs, "rngs": nnx.Rngs(**{stream: host.make_rng(stream) for stream in host.scope.rngs})}
+  if session.seen is not None:
+    session.seen.setdefault(host.path[0], set()).update(_tags(before, values, x, args, kwargs))
+  with _outside_of_linen():
+    result = layer(x, *args, **kwargs)
+  _store(host, layer, graph)
+  return result
+
+
+def _store(host: Host, layer: nnx.Module, before: nnx.GraphDef | None = None) -> None:
+  """Puts a layer's variables into the host's scope, and its record into the session where it differs from `before`."""
+  record, values = Record.of(layer)
+  if record.graph != before:
+    other = host.session.results.setdefault(host.path, record)
+    if other.graph != record.graph:
+      raise ValueError(f"layers of run {'/'.join(host.path)!r} came out with different graphs; layers of one run must be "
+                       "alike, give them specs that differ")
+  tree: dict[str, Any] = {}
+  place(tree, record, values)
+  for name, variables in tree.items():
+    for key, variable in variables.items():
+      host.scope.put_variable(name, key, variable)  # what is still the same array never leaves the loop
+
+
+def _tags(record: Record, values: Mapping[Path, Any], *call: Any) -> set[str]:
+  """The names that a layer tags values with."""
+  leaves, treedef = jax.tree.flatten((values, call))
+  arrays = [leaf for leaf in leaves if is_array(leaf)]
+
+  def program(arrays):
+    given = iter(arrays)
+    values, (x, args, kwargs) = treedef.unflatten([next(given) if is_array(leaf) else leaf for leaf in leaves])
+    with _outside_of_linen():
+      record.layer(values)(x, *args, **kwargs)
+
+  return tagged_names(jax.make_jaxpr(program)(arrays).jaxpr)
+
+
+@contextlib.contextmanager
+def _outside_of_linen() -> Iterator[None]:
+  """Hides the Linen modules around: they are no parents, nor do their mutable collections count, in an NNX layer."""
+  _context.module_stack.append(None)
+  try:
+    yield
+  finally:
+    _context.module_stack.pop()
+
+
+# Variables in scopes ------------------------------------------------------------------------------------------------------
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class _Whole:
+  """The value of a variable that is a dict itself: no more levels of the tree."""
+
+  value: Any
+
+  def tree_flatten(self):
+    return (self.value,), None
+
+  @classmethod
+  def tree_unflatten(cls, _, children):
+    return cls(*children)
+
+
+def collection(kind: nnx.Variable | None) -> str:
+  """Where a variable stands on the Linen side. Subclasses of `nnx.Param` are no weights of the layer but additions."""
+  if type(kind) is nnx.Param:  # pylint: disable=unidiomatic-typecheck
+    return "params"
+  return "cache" if isinstance(kind, nnx.Cache) else "state"
+
+
+def place(tree: dict[str, Any], record: Record, values: Mapping[Path, Any], at: Path = ()) -> None:
+  """Puts values into `tree`, `{collection: nested dicts}`, below the path `at`."""
+  for path, value in values.items():
+    *keys, last = map(str, (collection(record.kinds[path]), *at, *path))
+    branch = tree
+    for key in keys:
+      branch = branch.setdefault(key, {})
+    branch[last] = _Whole(value) if isinstance(value, Mapping) else value
+
+
+def read(record: Record, tree: Mapping[str, Any], at: Path = ()) -> dict[Path, Any]:
+  """The values of a record's leaves in `tree`: the inverse of `place`."""
+  values = {}
+  for path, kind in record.kinds.items():
+    value = tree
+    for key in map(str, (collection(kind), *at, *path)):
+      value = value[key]
+    values[path] = value.value if isinstance(value, _Whole) else value
+  return values
+
