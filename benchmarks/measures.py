@@ -23,37 +23,37 @@ def sizes(fn: Callable[..., Any], args: Sequence[Any]) -> dict[str, int]:
           "StableHLO operations": len(_OPERATION.findall(text)), "StableHLO bytes": len(text)}
 
 
-def making(makers: Mapping[str, Callable[[], tuple[Callable[..., Any], Sequence[Any]]]], rounds: int,
-           compiled: bool = True) -> dict[str, dict[str, list[float]]]:
-  """Seconds that tracing, lowering and compiling take: a list per contender and phase, one entry a round.
+def making(makers: Mapping[Any, Callable[[], tuple[Callable[..., Any], Sequence[Any]]]], rounds: int,
+           phases: Sequence[str] = ("trace", "lowering", "compile")) -> dict[Any, dict[str, list[float]]]:
+  """Seconds that making programs takes: a list per contender and phase, one entry a round.
 
-  Each round builds every program anew, with JAX's caches cleared, the contenders in turn; the first round warms up the
-  imports and is left out.
+  Each round makes every program anew, with JAX's caches cleared, the contenders in turn. Seconds are those that this process
+  had a processor: what else the machine does disturbs them less. The very first program warms up and is left out.
   """
-  times: dict[str, dict[str, list[float]]] = {name: {} for name in makers}
-  for round_ in range(rounds + 1):
+  times: dict[Any, dict[str, list[float]]] = {name: {phase: [] for phase in phases} for name in makers}
+  _make_once(next(iter(makers.values())), phases)
+  for _ in range(rounds):
     for name, make in makers.items():
-      jax.clear_caches()
-      fn, args = make()
-      gc.collect()
-      gc.disable()
-      try:
-        start = time.perf_counter()
-        traced = jax.jit(fn).trace(*args)
-        phases = {"trace": time.perf_counter() - start}
-        start = time.perf_counter()
-        lowered = traced.lower()
-        phases["lowering"] = time.perf_counter() - start
-        if compiled:
-          start = time.perf_counter()
-          lowered.compile()
-          phases["compile"] = time.perf_counter() - start
-      finally:
-        gc.enable()
-      if round_:
-        for phase, seconds in phases.items():
-          times[name].setdefault(phase, []).append(seconds)
+      for phase, seconds in _make_once(make, phases).items():
+        times[name][phase].append(seconds)
   return times
+
+
+def _make_once(make: Callable[[], tuple[Callable[..., Any], Sequence[Any]]], phases: Sequence[str]) -> dict[str, float]:
+  jax.clear_caches()
+  fn, args = make()
+  work = {"trace": lambda fn: fn.trace(*args), "lowering": lambda traced: traced.lower(), "compile": lambda low: low.compile()}
+  gc.collect()
+  gc.disable()
+  try:
+    made, seconds = jax.jit(fn), {}
+    for phase in phases:
+      start = time.process_time()
+      made = work[phase](made)
+      seconds[phase] = time.process_time() - start
+  finally:
+    gc.enable()
+  return seconds
 
 
 def running(steps: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
