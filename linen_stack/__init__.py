@@ -1,4 +1,5 @@
 """Deep Flax Linen decoders from one layer: scan, remat and host offload, without silent faults."""
+from linen_stack.adapters import lora, merge_lora
 from linen_stack.config import StackConfig
 from linen_stack.hf_plan import plan_from_hf_config
 from linen_stack.lifts import offload_params, remat

@@ -40,6 +40,8 @@ class Call:
   """Tags by segment, filled at initialisation."""
   asked: dict[str, bool] = dataclasses.field(default_factory=dict)
   """Of which parameters it was asked whether they belong in host memory, and the answer."""
+  paths: dict[str, bool] = dataclasses.field(default_factory=dict)
+  """Parameters of layers that may have adapters, and whether they are kernels of products."""
 
   @classmethod
   def of(cls, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], *, layer_index: str | None = None,

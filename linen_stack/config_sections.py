@@ -8,6 +8,7 @@ import typing
 from typing import Any
 
 from linen_stack import config_reader as reader
+from linen_stack.sharding import FSDP
 from linen_stack.specs import nearest
 from linen_stack.stack import StackedDecoder
 
@@ -152,9 +153,9 @@ class MeshConfig:
 
   axes: Mapping[str, int] = dataclasses.field(default_factory=lambda: {"fsdp": -1})
   """Sizes of the mesh's axes; -1, for one of them: as many devices as are left."""
-  rules: Mapping[str, str | tuple[str, ...] | None] = dataclasses.field(
-      default_factory=lambda: {"batch": "fsdp", "embed": "fsdp"})
-  """Which axes of the mesh a logical axis of the parameters, or "batch", is split over."""
+  rules: Mapping[str, str | tuple[str, ...] | None] = dataclasses.field(default_factory=lambda: dict(FSDP))
+  """Which axes of the mesh a logical axis of the parameters, or "batch", is split over; null: it is whole. Every logical
+  axis has a rule, but for those that count layers (the names of segments and runs), which are whole without one."""
 
   def __post_init__(self):
     _require(bool(self.axes), "mesh.axes is empty; it needs at least one axis, such as {fsdp: -1}")

@@ -135,10 +135,30 @@ class Slice:
     return cls(children[0], index)
 
 
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """Row `stage` of `rows` [stages, ...], each of which is with other devices, not taken yet: see `linen_stack.stages`."""
+
+  rows: Any
+  stage: Any
+  stages: Any
+
+  def tree_flatten(self):
+    return (self.rows, self.stage), self.stages
+
+  @classmethod
+  def tree_unflatten(cls, stages, children):
+    return cls(*children, stages)
+
+
 def take_slices(tree: Any) -> Any:
-  is_slice = lambda x: isinstance(x, Slice)
-  return jax.tree.map(lambda x: jax.lax.index_in_dim(x.stack, x.index, keepdims=False) if is_slice(x) else x, tree,
-                      is_leaf=is_slice)
+  def take(x):
+    if isinstance(x, Row):
+      return x.stages.take(take(x.rows), x.stage)
+    return jax.lax.index_in_dim(x.stack, x.index, keepdims=False) if isinstance(x, Slice) else x
+
+  return jax.tree.map(take, tree, is_leaf=lambda x: isinstance(x, (Row, Slice)))
 
 
 def split_static(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:

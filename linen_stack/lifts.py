@@ -70,11 +70,16 @@ def fetch_together(loop: Any, select: Callable[[str, Any], bool], policy: RematP
   keeps what `policy` says and each layer's carry, which the layers must tag (`tag` of `remat`): no layer runs once more.
   """
   of_one = lambda path, leaf: select(path, jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype))
+  return keep_around(offload_params(loop, of_one, store=True), policy)
+
+
+def keep_around(layers: Any, policy: RematPolicy) -> Any:
+  """A region around layers that are regions themselves: it keeps what they keep, and none of the parameters that it took."""
   base = all_but_fetched
   if policy.remat:
     base = names_first(jax.checkpoint_policies.save_only_these_names(CARRY_TAG), {CARRY_TAG}, policy.resolve())
   kept = policy.resolve() if policy.carry == "offload" else base
-  return remat(offload_params(loop, of_one, store=True), RematPolicy(base=kept), prevent_cse=False)
+  return remat(layers, RematPolicy(base=kept), prevent_cse=False)
 
 
 def fetched(tree: Any) -> Any:
@@ -84,8 +89,8 @@ def fetched(tree: Any) -> Any:
 
 
 def all_but_fetched(prim: Any, *_: Any, **__: Any) -> bool:
-  """A JAX checkpoint policy that saves everything but what was copied from the host, which is fetched again."""
-  return prim.name != "device_put"
+  """A JAX checkpoint policy that saves everything but parameters from the host or from another stage: they come again."""
+  return prim.name not in ("device_put", "linear_call")
 
 
 def _fetch(params: Any, select: Callable[[str, Any], bool] | None) -> Any:

@@ -30,7 +30,7 @@ from flax.core.scope import LazyRng, in_filter
 import jax
 import jax.numpy as jnp
 
-from linen_stack import lifting
+from linen_stack import lifting, stages
 from linen_stack.specs import checked_count, nearest
 from linen_stack.stacked import (check_carry, fits, from_front, put_row, stack_rows, strong, take_row, to_front,
                                  write_rows)
@@ -45,7 +45,7 @@ def scan(target: Any, length: int, param_axis: int = 0, *, variable_axes: Mappin
          split_rngs: Mapping[Any, bool] | None = None, in_axes: Any = broadcast, out_axes: Any = 0,
          reverse: bool = False, unroll: int = 1, metadata_params: Mapping[Any, Any] | None = None, methods: Any = None,
          update: bool = False, levels: Sequence[int] = (), region: Callable[..., Any] | None = None,
-         unroll_inner: bool = False) -> Any:
+         unroll_inner: bool = False, unroll_stages: bool = False) -> Any:
   """Applies a layer `length` times over stacked variables, tracing it once: `nn.scan` with `params` at `param_axis`.
 
   The target is called as `(module, carry, *args, **kwargs)` and returns `(carry, output)`. Keys are those of `nn.scan`
@@ -71,6 +71,7 @@ def scan(target: Any, length: int, param_axis: int = 0, *, variable_axes: Mappin
     levels: sizes of nested loops, outermost first, whose product is `length`. The stacked variables stay flat.
     region: applied to the body of every loop of `levels` but the innermost, e.g. a `jax.checkpoint`.
     unroll_inner: run the innermost loop of `levels` as a Python loop.
+    unroll_stages: where layers are split over a mesh, run the loop over the parts (`linen_stack.stages`) as a Python loop.
 
   Raises:
     TypeError or ValueError: options that cannot be; stacked variables or scanned arguments whose layer axis does not have
@@ -78,7 +79,7 @@ def scan(target: Any, length: int, param_axis: int = 0, *, variable_axes: Mappin
   """
   return _lift_loop(target, methods, _Loop(
       length, param_axis, variable_axes, variable_broadcast, variable_carry, variable_in_place, split_rngs, in_axes,
-      out_axes, reverse, unroll, metadata_params, update, tuple(levels), region, unroll_inner))
+      out_axes, reverse, unroll, metadata_params, update, tuple(levels), region, unroll_inner, unroll_stages))
 
 
 def static_unroll(target: Any, length: int, param_axis: int = 0, *, methods: Any = None, **options: Any) -> Any:
@@ -86,17 +87,16 @@ def static_unroll(target: Any, length: int, param_axis: int = 0, *, methods: Any
 
   Each layer is traced on its own, so a program grows with `length`; what it gains is straight-line code, which the
   compiler can offload from under an outer loop. Takes the arguments of `scan`, but for those that shape the loop
-  (`unroll`, `levels`, `region`, `unroll_inner`).
+  (`unroll`, `levels`, `region`, `unroll_inner`, `unroll_stages`).
   """
-  for option in ("unroll", "levels", "region", "unroll_inner"):
+  for option in ("unroll", "levels", "region", "unroll_inner", "unroll_stages"):
     if option in options:
       raise TypeError(f"static_unroll is one fully unrolled loop; it takes no {option}")
   known = [field.name for field in dataclasses.fields(_Loop)]
   for option in options:
     if option not in known:
       raise TypeError(f"static_unroll has no argument {option!r}; {nearest(option, known)}")
-  return _lift_loop(target, methods, _Loop(length, param_axis, **options, rolled=False,
-                                           lazy=getattr(target, lifting.TAKES_SLICES, False)))
+  return _lift_loop(target, methods, _Loop(length, param_axis, **options, rolled=False))
 
 
 def split_key(lazy: LazyRng, length: int) -> LazyRng:
@@ -111,6 +111,7 @@ def over_parts(variables: Any, arguments: Any) -> Any:
 
 def _lift_loop(target: Any, methods: Any, loop: _Loop) -> Any:
   loop.check()
+  loop = dataclasses.replace(loop, lazy=getattr(target, lifting.TAKES_SLICES, False))
 
   def lift(fn):
     return lifting.lift_with_own_scope(fn, loop.stage, "scan")
@@ -142,9 +143,10 @@ class _Loop:
   levels: tuple[int, ...] = ()
   region: Callable[..., Any] | None = None
   unroll_inner: bool = False
+  unroll_stages: bool = False
   rolled: bool = True
   lazy: bool = False
-  """Hand parameters to the target of a Python loop as `lifting.Slice`s."""
+  """The target takes parameters as `lifting.Slice`s and `Row`s."""
 
   def check(self) -> None:
     """Raises TypeError or ValueError for options that cannot be."""
@@ -251,9 +253,11 @@ class _Loop:
         made[1].append({c: v for c, v in cols.items() if of[c] == "whole"})
       return (tuple(states), tuple(places), items, carry), (output, *made)
 
-    index = jnp.arange(self.length) if needs_index and self.rolled else list(range(self.length)) if needs_index else None
+    index = list(range(self.length)) if not self.rolled else jnp.arange(self.length) if needs_index else None
     state = (carried, in_place, items, strong(carry))
-    (carried, final, items, carry), (output, stacks, shared) = self._drive(body, state, (index, stacked, split_keys, scanned))
+    split = stages.Stages.of(self.metadata.get(nn.PARTITION_NAME), stacked[own].get("params"))
+    drive = self.drive if split is None else functools.partial(stages.drive, split, self, own)
+    (carried, final, items, carry), (output, stacks, shared) = drive(body, state, (index, stacked, split_keys, scanned))
     if update:
       output = items
     elif self.out_axes is not listed:
@@ -285,7 +289,8 @@ class _Loop:
 
     return jax.tree_util.tree_map_with_path(front, arg)
 
-  def _drive(self, body, state, xs):
+  def drive(self, body, state, xs):
+    """The loop itself: `body(state, xs of a step) -> (state, ys of a step)`."""
     if not self.rolled:
       return self._python_loop(body, state, xs, self.length)
     *outer, size = self.levels or (self.length,)
@@ -309,7 +314,8 @@ class _Loop:
       return arg[i] if axis is listed else take_row(arg, i)
 
     def variables(i):
-      return tuple({c: jax.tree.map(lambda x: lifting.Slice(x, i), v) if self.lazy and c == "params" else take_row(v, i)
+      lazy = self.lazy and not self.rolled
+      return tuple({c: jax.tree.map(lambda x: lifting.Slice(x, i), v) if lazy and c == "params" else take_row(v, i)
                     for c, v in cols.items()} for cols in stacked)
 
     ys: list[Any] = [None] * length

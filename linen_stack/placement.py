@@ -14,6 +14,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from linen_stack.plan import Plan, Run, Segment
+from linen_stack.sharding import lay_out
 from linen_stack.stack import StackedDecoder
 from linen_stack.stacked import is_box, value
 from linen_stack.validation import HOST, check_memory_kind, check_selection
@@ -38,14 +39,15 @@ def host_shardings(stack: StackedDecoder | Plan, abstract: Any, mesh: Mesh | Non
       None: the first device alone.
     select: `select(path, leaf) -> bool`, which leaves outside of the plan's layers (an embedding, a head) go to the
       host as well; `path` as it is in the tree. Their modules must fetch them, as with `ls.offload_params`.
-    rules: pairs (logical axis, mesh axis or None). Default: those of `nn.logical_axis_rules` around the call.
+    rules: pairs (logical axis, mesh axis or None), one for each logical axis; axes that count layers are whole without.
+      Default: those of `nn.logical_axis_rules` around the call.
 
   Returns:
     A tree of shardings, one in the place of each leaf or box.
 
   Raises:
-    TypeError, ValueError: arguments that cannot be; nothing is selected; a layer axis that is split over the mesh;
-      devices without host memory.
+    TypeError, ValueError: arguments that cannot be; nothing is selected; a logical axis without a rule, or that does not
+      divide among devices; layers in host memory that are split over the mesh; devices without host memory.
   """
   if isinstance(stack, Plan):
     stack = StackedDecoder(stack, offload_params=True)
@@ -58,8 +60,8 @@ def host_shardings(stack: StackedDecoder | Plan, abstract: Any, mesh: Mesh | Non
     raise TypeError(f"select must be a function select(path, leaf) -> bool, not {select!r}")
   leaves, treedef = jax.tree_util.tree_flatten_with_path(abstract, is_leaf=is_box)
   paths = [keys(path) for path, _ in leaves]
-  _check_one_place(stack.plan, paths)
   variables = isinstance(abstract, Mapping) and "params" in abstract
+  _check_one_place(stack.plan, [path for path in paths if not variables or path[0] == "params"])
   # Optimisers keep other things under the paths of parameters as well; where all is dicts, it is the parameters.
   parameters = all(isinstance(key, jax.tree_util.DictKey) for path, _ in leaves for key in path)
   asked: dict[str, bool] = {}
@@ -78,13 +80,14 @@ def host_shardings(stack: StackedDecoder | Plan, abstract: Any, mesh: Mesh | Non
   if any(hosts):
     for device in [jax.local_devices()[0]] if mesh is None else mesh.devices.flat:
       check_memory_kind(HOST, "parameters are to be in", device)
+  specs = [None] * len(leaves) if mesh is None else jax.tree.leaves(
+      lay_out(abstract, mesh, rules, [stack.plan]), is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
   shardings = []
-  for path, (_, leaf), host in zip(paths, leaves, hosts):
-    here = SingleDeviceSharding(jax.local_devices()[0])
-    sharding = here if mesh is None else NamedSharding(mesh, _spec(leaf, rules))
+  for path, spec, host in zip(paths, specs, hosts):
+    sharding = SingleDeviceSharding(jax.local_devices()[0]) if mesh is None else NamedSharding(mesh, spec)
     place = find(stack.plan, path)
     if host and mesh is not None and place is not None:
-      _check_layers_whole("/".join(path), sharding.spec[:len(place.sizes)])
+      check_layers_whole("/".join(path), sharding.spec[:len(place.sizes)])
     shardings.append(sharding.with_memory_kind(HOST) if host else sharding)
   return treedef.unflatten(shardings)
 
@@ -140,15 +143,8 @@ def _check_one_place(plan: Plan, paths: Iterable[tuple[str, ...]]) -> None:
                      "Call host_shardings with the part of the tree that holds this stack's parameters")
 
 
-def _spec(leaf: Any, rules: Iterable[tuple[str, Any]] | None) -> PartitionSpec:
-  if not is_box(leaf):
-    return PartitionSpec()
-  if isinstance(leaf, nn.LogicallyPartitioned):
-    return nn.logical_to_mesh_axes(leaf.names, leaf.rules if rules is None else tuple(rules)) or PartitionSpec()
-  return leaf.get_partition_spec()
-
-
-def _check_layers_whole(path: str, axes: Iterable[Any]) -> None:
+def check_layers_whole(path: str, axes: Iterable[Any]) -> None:
+  """Raises ValueError where one of the mesh axes over which a leaf's layers lie is not None."""
   for axis in axes:
     if axis is not None:
       raise ValueError(f"{path}: its layers are split over mesh axis {axis!r}, but they are fetched from host memory one "

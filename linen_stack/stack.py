@@ -22,7 +22,7 @@ from flax import linen as nn
 from flax.core.scope import LazyRng
 import jax
 
-from linen_stack import lifts, loops
+from linen_stack import lifts, loops, sharding
 from linen_stack.calls import Call, build, class_name
 from linen_stack.lifting import is_array, not_a_method
 from linen_stack.per_layer import join, wrap
@@ -30,7 +30,7 @@ from linen_stack.plan import Plan, Run, Segment
 from linen_stack.policies import RematPolicy
 from linen_stack.specs import keywords_checked
 from linen_stack.stacked import check_carry, strong
-from linen_stack.validation import check_selection, check_stack, levels
+from linen_stack.validation import check_layout, check_selection, check_stack, levels
 
 # What reports set to be handed each layer's program, as (segment, run, jaxpr), while a stack is initialised.
 observer: contextvars.ContextVar[Callable[[Segment, Run, Any], None] | None] = contextvars.ContextVar("observer", default=None)
@@ -148,7 +148,7 @@ class StackedDecoder(nn.Module):
     """
     call = Call.of(self.plan, args, kwargs, layer_index=self.layer_index, static_argnames=self.static_argnames,
                    decode="scan" if self.offload_params is not False else self.decode)
-    self._check_layout()
+    check_layout(self)
     self._check_call(x)
     x = strong(x)
     outputs: dict[str, Any] = {}
@@ -156,6 +156,7 @@ class StackedDecoder(nn.Module):
       x, outputs[segment.name] = self._segment(segment, x, call) if self.scan else self._apart(segment, x, call)
     if self.is_initializing():
       self._check_policies(call.seen)
+    self._traced(call)
     if call.asked:
       check_selection(self, call.asked)
     if not self.collect_outputs and not (call.per_layer and jax.tree.leaves(outputs)):
@@ -169,6 +170,7 @@ class StackedDecoder(nn.Module):
     policy = self.policy(segment.name)
     if segment.is_cycle:
       target, body = _Block(functools.partial(self._runs, segment, call), name=segment.name), _call_block
+      body = lifts.keep_around(body, policy) if self._is_split(segment.name) else body
     else:
       straight = call.listed or self.unroll > 1 or (policy.levels is not None and bool(policy.offload))
       rolled = segment.length > 1 and not straight
@@ -214,7 +216,14 @@ class StackedDecoder(nn.Module):
       # Values cannot be offloaded from two nested loops, so the inner one is straight-line code then.
       options.update(unroll=self.unroll, levels=nested, region=functools.partial(lifts.region, policy) if nested else None,
                      unroll_inner=bool(nested and policy.offload))
-    return loops.scan(body, length, self.param_axis, **options)
+    # Nor from two loops where layers are split over a mesh.
+    offloads = any(self.policy(segment.name).offloads for segment in self.plan)
+    return loops.scan(body, length, self.param_axis, unroll_stages=offloads, **options)
+
+  @nn.nowrap
+  def _is_split(self, name: str) -> bool:
+    """Whether each device has the parameters of some of the layers along an axis."""
+    return not self.is_initializing() and bool(sharding.over(name))
 
   @nn.nowrap
   def _levels(self, segment: Segment) -> tuple[int, ...]:
@@ -236,6 +245,7 @@ class StackedDecoder(nn.Module):
       hidden, output = _hidden_and_output(x, layer(x, *args, **kwargs), label)
       return hidden, wrap(output, len(call.per_layer)) if keep else None
 
+    one_layer = self._inside(one_layer, call)
     if self.is_initializing():
       one_layer = lifts.observe(one_layer, functools.partial(call.see, observer.get(), segment, run))
     if self.offload_params is not False and not together:
@@ -243,9 +253,10 @@ class StackedDecoder(nn.Module):
     policy = self.policy(segment.name)
     # Layer by layer over lists there is no loop that `levels` or `every` could shape: each layer is a region.
     policy = policy.alone if call.listed else policy.within
-    if self.offload_params is not False and not policy.remat and self.policy(segment.name).every == 1:
+    split = any(self._is_split(name) for name, _ in segment.axes(run))
+    if (self.offload_params is not False or split) and not policy.remat and self.policy(segment.name).every == 1:
       policy = RematPolicy(base=lifts.all_but_fetched)  # without any remat, the fetched copies would be kept as well
-    one_layer = lifts.remat(one_layer, policy, prevent_cse=not rolled, tag=together)
+    one_layer = lifts.remat(one_layer, policy, prevent_cse=not rolled, tag=together or split)
     # The stack's own key, before any segment's or layer's name is folded in, is the same for all of them.
     shared = {s: self.scope.rngs[s] for s in self.shared_rngs if s in self.scope.rngs}
     return lifts.with_rngs(one_layer, shared) if shared else one_layer
@@ -273,6 +284,16 @@ class StackedDecoder(nn.Module):
     return x, outputs if segment.length > 1 else outputs[0]
 
   @nn.nowrap
+  def _inside(self, layer: Callable[..., Any], call: Call) -> Callable[..., Any]:
+    """A layer as a function over its module, and what a subclass puts right around it."""
+    del call
+    return layer
+
+  @nn.nowrap
+  def _traced(self, call: Call) -> None:
+    """What a subclass has to check when all layers are traced."""
+
+  @nn.nowrap
   def _check_policies(self, seen: dict[str, set[str]]) -> None:
     """Raises where a policy names values that none of its layers tags."""
     if isinstance(self.remat, Mapping):
@@ -280,26 +301,6 @@ class StackedDecoder(nn.Module):
         self.policy(segment).check(tags, f"the layers of segment {segment!r}")
     else:
       RematPolicy.of(self.remat).check(set().union(*seen.values()))
-
-  @nn.nowrap
-  def _check_layout(self) -> None:
-    """Raises where variables are there, but in the layout of the other value of `scan`, or for another depth."""
-    if self.is_initializing():
-      return
-    has = functools.partial(self.has_variable, "params")
-    for segment in self.plan:
-      stacked, names = has(segment.name), [f"{segment.name}_{i}" for i in range(segment.num_layers)]
-      there = [name for name in names if has(name)]
-      if self.scan and there and not stacked:
-        raise ValueError(f"parameters of segment {segment.name!r} are missing, but {there[0]!r} is there: they were "
-                         "made with scan=False, and this stack has scan=True; stack them first, or set scan=False")
-      if not self.scan and stacked and not there:
-        raise ValueError(f"parameters of layer {names[0]!r} are missing, but {segment.name!r} is there: they were "
-                         "made with scan=True, and this stack has scan=False; unstack them first, or set scan=True")
-      surplus = f"{segment.name}_{segment.num_layers}"
-      if not self.scan and there and has(surplus) and all(surplus != other.name for other in self.plan):
-        raise ValueError(f"parameters of {surplus!r} are there, but segment {segment.name!r} has only {segment.num_layers} "
-                         "layers: they were made for a deeper decoder")
 
   @nn.nowrap
   def _check_call(self, x: Any) -> None:

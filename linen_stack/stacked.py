@@ -40,7 +40,7 @@ def to_front(tree: Any, axis: int, length: int, metadata: Mapping[Any, Any], whe
       hint = f"a size of {length} is on axis {others[0]}: was it stacked along another axis?" if others else \
           "were they made for another number of layers, or for a single one (scan=False)?"
       raise ValueError(f"{path}: expected {length} layers on axis {at}, found shape {shape}; {hint}")
-    leaf = _without_axis(leaf, at, metadata, path) if is_box(leaf) else leaf
+    leaf = remove_axis(leaf, at, metadata, path) if is_box(leaf) else leaf
     array = jnp.moveaxis(array, at, 0) if at else array
     return leaf.replace_boxed(array) if is_box(leaf) else array
 
@@ -54,7 +54,7 @@ def from_front(tree: Any, axis: int, metadata: Mapping[Any, Any]) -> Any:
     array = value(leaf)
     at = stacked_axis(axis, jnp.ndim(array))
     array = jnp.moveaxis(array, 0, at) if at else array
-    return _with_axis(leaf.replace_boxed(array), at, metadata) if is_box(leaf) else array
+    return add_axis(leaf.replace_boxed(array), at, metadata) if is_box(leaf) else array
 
   return jax.tree.map(move, tree, is_leaf=is_box)
 
@@ -77,18 +77,21 @@ def axis_names(names: Any) -> tuple[Any, ...] | None:
   return tuple(names) if isinstance(names, (tuple, list, jax.sharding.PartitionSpec)) else None
 
 
-def _box_names(box: Any) -> tuple[Any, ...] | None:
+def names_of(box: Any) -> tuple[Any, ...] | None:
+  """The names of the axes of what is in a box; None: it has none."""
   # Boxes of NNX variables that were bridged to Linen have the variable's metadata.
   return axis_names(box.names if hasattr(box, "names") else getattr(box, "metadata", {}).get("out_sharding"))
 
 
-def _with_axis(box: Any, at: int, metadata: Mapping[Any, Any]) -> Any:
-  names, box = _box_names(box), box.add_axis(at, metadata)
+def add_axis(box: Any, at: int, metadata: Mapping[Any, Any]) -> Any:
+  """A box with the name in `metadata` for a new axis."""
+  names, box = names_of(box), box.add_axis(at, metadata)
   return box if names is None else _renamed(box, named(names, at, metadata.get(nn.PARTITION_NAME)))
 
 
-def _without_axis(box: Any, at: int, metadata: Mapping[Any, Any], path: str) -> Any:
-  names = _box_names(box)
+def remove_axis(box: Any, at: int, metadata: Mapping[Any, Any], path: str) -> Any:
+  """The inverse of `add_axis`. Raises ValueError where the axis has another name."""
+  names = names_of(box)
   rest = names and unnamed(names, at, metadata.get(nn.PARTITION_NAME), path)
   box = box.remove_axis(at, metadata)
   return box if names is None else _renamed(box, rest)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+import functools
 import math
 import sys
 from typing import Any
@@ -157,3 +158,23 @@ def check_selection(stack: Any, asked: Mapping[str, bool]) -> None:
   which = "True, matrices of at least 16 KiB a layer" if stack.offload_params is True else stack.offload_params
   raise ValueError(f"offload_params ({which}) selects none of the layers' parameters: {', '.join(list(asked)[:8])}; "
                    "give a number of bytes from which on they go to the host, select(path, leaf), or False")
+
+
+def check_layout(stack: Any) -> None:
+  """Raises where variables are there, but in the layout of the other value of `scan`, or for another depth."""
+  if stack.is_initializing():
+    return
+  has = functools.partial(stack.has_variable, "params")
+  for segment in stack.plan:
+    stacked, names = has(segment.name), [f"{segment.name}_{i}" for i in range(segment.num_layers)]
+    there = [name for name in names if has(name)]
+    if stack.scan and there and not stacked:
+      raise ValueError(f"parameters of segment {segment.name!r} are missing, but {there[0]!r} is there: they were "
+                       "made with scan=False, and this stack has scan=True; stack them first, or set scan=False")
+    if not stack.scan and stacked and not there:
+      raise ValueError(f"parameters of layer {names[0]!r} are missing, but {segment.name!r} is there: they were "
+                       "made with scan=True, and this stack has scan=False; unstack them first, or set scan=True")
+    surplus = f"{segment.name}_{segment.num_layers}"
+    if not stack.scan and there and has(surplus) and all(surplus != other.name for other in stack.plan):
+      raise ValueError(f"parameters of {surplus!r} are there, but segment {segment.name!r} has only {segment.num_layers} "
+                       "layers: they were made for a deeper decoder")

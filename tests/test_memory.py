@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, PartitionSpec as P
 import pytest
 
 import linen_stack as ls
+from linen_stack import sharding
 from linen_stack.inspect import aot, chips, hlo, memory, programs
 from linen_stack.models import DecoderLayer
 
@@ -226,7 +227,7 @@ def test_compiling_that_takes_too_long_is_given_up(worker, tmp_path):
 
 def test_parameters_lie_as_their_logical_axes_say():
   mesh = programs.as_mesh({"data": 2, "model": -1}, chips.topology("v5p:2x2x1"))
-  rules = programs.as_rules({"batch": "data", "embed": "data", "mlp": "model"}, mesh)
+  rules = programs.as_rules({**sharding.FSDP, "batch": "data", "embed": "data", "mlp": "model"}, mesh)
   program = programs.gradients(STACK, (HIDDEN,), {}, mesh, rules, None)
   params, _, (x,) = program.args
   assert params["layers"]["feed_forward"]["wi_0"]["kernel"].sharding.spec == P(None, "data", "model")

@@ -1,10 +1,14 @@
 """Stacks on a mesh of several devices, with automatic and with explicit axes."""
-from flax import linen as nn
+from flax import linen as nn, nnx
+from flax.nnx import bridge
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import pytest
 
 import linen_stack as ls
+from linen_stack import sharding
+from linen_stack.models import DecoderLayer, LanguageModel
 from linen_stack.models.moe import MoE, total_loss
 from tests.reference import A, B, assert_close, make_variables
 
@@ -71,3 +75,120 @@ def test_experts_of_a_sharded_batch(rules):
     assert ("shard_map" in text) == ("batch" in rules)
     # What a device gathers of the matrices, it scatters of their gradients.
     assert text.count("reduce_scatter[") == (3 if "batch" in rules else 0)
+
+
+# Explicit axes and shard_map ------------------------------------------------------------------------------------------------
+
+
+class Constrained(nn.Module):
+  """Lays its hidden values over the mesh by name. x: [batch, embed]."""
+
+  @nn.compact
+  def __call__(self, x):
+    hidden = sharding.constrain(nn.Dense(16, use_bias=False)(x), ("batch", "mlp"))
+    return x + sharding.constrain(nn.Dense(8, use_bias=False)(jnp.tanh(hidden)), ("batch", "hidden"))
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_constraints_by_name_inside_of_layers(axis_type, remat):
+  stack = ls.StackedDecoder(ls.Plan.homogeneous(ls.LayerSpec(Constrained), 3), remat=remat)
+  variables = make_variables(stack, X)
+  loss = lambda v, x: (stack.apply(v, x) ** 2).sum()
+  want = jax.jit(jax.value_and_grad(loss))(variables, X)
+  mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(axis_type,) * 2)
+  with jax.set_mesh(mesh), nn.logical_axis_rules([("batch", "data"), ("mlp", "model"), ("hidden", None)]):
+    args = jax.device_put(variables, NamedSharding(mesh, P())), jax.device_put(X, NamedSharding(mesh, P("data")))
+    step = jax.jit(jax.value_and_grad(loss))
+    assert_close(jax.device_get(step(*args)), jax.device_get(want))
+    assert str(step.trace(*args).jaxpr).count("reshard" if axis_type is AxisType.Explicit else "sharding_constraint") >= 2
+    assert jax.eval_shape(stack.init, jax.random.key(0), X).keys() == variables.keys()
+  assert "sharding_constraint" not in str(jax.make_jaxpr(loss)(variables, X))
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_layers_that_explicit_axes_split(remat):
+  stack = ls.StackedDecoder(ls.Plan.homogeneous(ls.LayerSpec(Constrained), 4), remat=remat)
+  variables = nn.unbox(make_variables(stack, X))
+  loss = lambda v, x: (stack.apply(v, x) ** 2).sum()
+  want = jax.jit(jax.value_and_grad(loss))(variables, X)
+  mesh = jax.make_mesh((2, 2), ("stage", "data"), axis_types=(AxisType.Explicit,) * 2)
+  with jax.set_mesh(mesh):
+    args = jax.device_put(variables, NamedSharding(mesh, P("stage"))), jax.device_put(X, NamedSharding(mesh, P("data")))
+    value, grads = jax.jit(jax.value_and_grad(loss))(*args)
+    assert_close(jax.device_get((value, grads)), jax.device_get(want))
+    assert all(leaf.sharding.spec[0] == "stage" for leaf in jax.tree.leaves(grads))
+
+
+@pytest.mark.parametrize("names", [{"data", "model"}, {"data"}], ids=str)
+def test_a_stack_inside_shard_map(names):
+  """Each device has its part of the batch; rules over axes that it has taken do nothing."""
+  stack = ls.StackedDecoder(PLAN)
+  variables = nn.unbox(make_variables(stack, X))
+  want = jax.jit(stack.apply)(variables, X)
+  mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+  with jax.set_mesh(mesh), nn.logical_axis_rules([("batch", "data"), ("layers", "data"), ("mlp", "model"), ("embed", None)]):
+    mapped = jax.shard_map(stack.apply, in_specs=(P(), P("data")), out_specs=P("data"), axis_names=names, check_vma=False)
+    args = jax.device_put(variables, NamedSharding(mesh, P())), jax.device_put(X, NamedSharding(mesh, P("data")))
+    assert_close(jax.device_get(jax.jit(mapped)(*args)), want)
+
+
+def test_models_lay_activations_out_by_name():
+  layer = ls.LayerSpec(DecoderLayer, embed=16, mlp=32, num_heads=4)
+  model = LanguageModel(ls.StackedDecoder(ls.Plan.homogeneous(layer, 2)), vocab=32, embed=16)
+  tokens = jnp.zeros((8, 4), int)
+  boxed = jax.eval_shape(model.init, jax.random.key(0), tokens)
+  variables, rules = nn.unbox(boxed), {**sharding.FSDP, "batch": ("data", "fsdp"), "mlp": "tensor", "q_heads": "tensor"}
+  mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+  with jax.set_mesh(mesh), nn.logical_axis_rules(tuple(rules.items())):
+    text = str(jax.make_jaxpr(model.apply)(variables, tokens))
+  for spec in ("PartitionSpec(('data', 'fsdp'), UNCONSTRAINED, 'tensor')", "PartitionSpec(('data', 'fsdp'), UNCONSTRAINED, None)"):
+    assert spec.replace("PartitionSpec", "P") in text.replace("PartitionSpec", "P")
+  assert "sharding_constraint" not in str(jax.make_jaxpr(model.apply)(variables, tokens))
+
+
+def test_whole_models_on_explicit_axes():
+  """Inside of `jax.sharding.auto_axes` they need no sharding of their own for lookups and products."""
+  layer = ls.LayerSpec(DecoderLayer, embed=8, mlp=16, num_heads=2)
+  model = LanguageModel(ls.StackedDecoder(ls.Plan.homogeneous(layer, 2)), vocab=16, embed=8)
+  tokens = jnp.arange(16).reshape(4, 4)
+  boxed = make_variables(model, tokens)
+  variables, rules = nn.unbox(boxed), {**sharding.FSDP, "batch": "data", "embed": "data", "mlp": "model", "vocab": "model"}
+  want = jax.jit(model.apply)(variables, tokens)
+  mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+  with jax.set_mesh(mesh), nn.logical_axis_rules(tuple(rules.items())):
+    placed = jax.device_put(variables, ls.host_shardings(model.stack, boxed, mesh))
+    apply = jax.jit(jax.sharding.auto_axes(model.apply, out_sharding=P("data", None, "model")))
+    got = apply(placed, jax.device_put(tokens, NamedSharding(mesh, P("data"))))
+  assert got.sharding.spec == P("data", None, "model")
+  assert_close(jax.device_get(got), jax.device_get(want), rtol=3e-6)
+
+
+# Boxes of layers from NNX ---------------------------------------------------------------------------------------------------
+
+
+class FromNNX(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    init = nnx.with_metadata(nnx.initializers.normal(), out_sharding=("embed", "mlp"))
+    return x + bridge.to_linen(nnx.Linear, 8, 8, kernel_init=init, name="linear")(x)
+
+
+@pytest.mark.parametrize("axis, want", [(0, ("layers", "embed", "mlp")), (1, ("embed", "layers", "mlp"))])
+def test_boxes_of_layers_from_nnx_name_every_axis(axis, want):
+  """Flax itself leaves them without a name for the new axis."""
+  with nnx.use_eager_sharding(False):
+    stack = ls.StackedDecoder(ls.Plan.homogeneous(ls.LayerSpec(FromNNX), 4), param_axis=axis)
+    variables = stack.init(jax.random.key(0), X)
+    box = variables["params"]["layers"]["linear"]["kernel"]
+    assert box.metadata["out_sharding"] == want and box.value.ndim == len(want)
+    y, changed = stack.apply(variables, X, mutable=True)
+    assert_close(y, stack.apply(nn.unbox(variables), X))
+    assert changed["params"]["layers"]["linear"]["kernel"].metadata["out_sharding"] == want
+    layers = ls.convert.unstack(variables, stack)
+    assert layers[0]["params"]["linear"]["kernel"].metadata["out_sharding"] == ("embed", "mlp")
+    assert ls.convert.stack(layers, stack)["params"]["layers"]["linear"]["kernel"].metadata == box.metadata
+  mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+  rules = [("embed", None), ("mlp", "model")]
+  spec = ls.host_shardings(stack, variables["params"], mesh, rules=rules)["layers"]["linear"]["kernel"].spec
+  assert spec == P(*(dict(rules).get(name) for name in want))

@@ -130,7 +130,7 @@ def test_names_in_boxes_say_how_leaves_are_split():
   with nn.logical_axis_rules(rules):
     assert ls.host_shardings(stack, boxed, mesh)["params"]["layers"]["a"] == shardings
   with pytest.raises(ValueError, match="its layers are split over mesh axis 'data', .* map the layer axis to None"):
-    ls.host_shardings(stack, boxed, mesh, rules=[("layers", "data")])
+    ls.host_shardings(stack, boxed, mesh, rules=[("layers", "data"), ("embed", None), ("mlp", None)])
 
 
 # Values -----------------------------------------------------------------------------------------------------------------

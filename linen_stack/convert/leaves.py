@@ -12,7 +12,7 @@ import numpy as np
 
 from linen_stack.convert import arrays
 from linen_stack.convert.layout import Place, order, positions
-from linen_stack.stacked import is_box, stacked_axis, value
+from linen_stack.stacked import add_axis, is_box, names_of, remove_axis, stacked_axis, value
 
 Shared = Callable[[str, Any], bool]
 
@@ -84,7 +84,7 @@ def _column(leaf: Any, place: Place, axis: int, shared: bool, path: str, problem
   array, count, sizes = value(leaf), math.prod(place.sizes), place.sizes
   box = leaf.replace_boxed(None) if is_box(leaf) else None
   if is_nothing(array) or shared:
-    names = getattr(leaf, "names", None)
+    names = names_of(leaf)
     rank = -1
     if is_nothing(array) and names is not None and len(names) >= len(sizes):
       rank = len(names) - len(sizes)
@@ -108,12 +108,12 @@ def _column(leaf: Any, place: Place, axis: int, shared: bool, path: str, problem
 def _unnamed(box: Any, place: Place, axis: int, rank: int, path: str, problems: list[str]) -> Any:
   """A box without the names of the stacked axes: the outermost was added last, so it goes first."""
   for k, (name, _) in enumerate(place.axes if box is not None else ()):
-    at, names = stacked_axis(axis, rank + len(place.axes) - k), getattr(box, "names", None)
+    at, names = stacked_axis(axis, rank + len(place.axes) - k), names_of(box)
     if names is not None and (len(names) <= at or names[at] != name):
       problems.append(f"{path}: axis {at} should be named {name!r} in the partition metadata, found {names}")
       return box
     try:
-      box = box.remove_axis(at, {nn.PARTITION_NAME: name})
+      box = remove_axis(box, at, {nn.PARTITION_NAME: name}, path)
     except (AssertionError, ValueError) as error:
       problems.append(f"{path}: {type(box).__name__} has no axis {name!r} at {at} to take out: {error}")
       return box
@@ -159,7 +159,7 @@ def _stacked(parts: Sequence[Part], layers: Sequence[int], place: Place, axis: i
   box = first.box
   if first.rank >= 0:
     for k, (name, _) in reversed(list(enumerate(place.axes))):
-      box = box.add_axis(stacked_axis(axis, first.rank + len(place.axes) - k), {nn.PARTITION_NAME: name})
+      box = add_axis(box, stacked_axis(axis, first.rank + len(place.axes) - k), {nn.PARTITION_NAME: name})
   return box.replace_boxed(made)
 
 

@@ -110,7 +110,8 @@ def memory(stack_or_fn: nn.Module | Callable[..., Any], args: Sequence[Any], kwa
     topology: a TPU generation and the chips along each dimension, as in "v5p:2x2x1" and "v6e:4x4".
     slices: how many of them.
     mesh: a mapping from axis names to sizes, or a mesh; all of the topology's devices. Default: one axis, "fsdp".
-    rules: which mesh axis each logical axis goes over. Default: "batch" and "embed" over all, so that parameters and
+    rules: which mesh axis each logical axis goes over, or None: whole copies. Axes that count layers are whole without a
+      rule, all others need one. Default: "batch" and "embed" over all, so that parameters and
       batch are fully sharded.
     shardings: a prefix of args of `PartitionSpec`. Default, for a module: leading axes as long as that of the first array
       are the batch; for a function: every device holds all, but for arrays that have a sharding of their own.

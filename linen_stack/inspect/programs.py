@@ -12,17 +12,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from linen_stack import placement
+from linen_stack import placement, sharding
 from linen_stack.inspect import flops
 from linen_stack.inspect.chips import Chip, Topology
 from linen_stack.inspect.residuals import ResidualReport, residuals
 from linen_stack.inspect.watch import Watch, watching
+from linen_stack.sharding import Rules
 from linen_stack.stack import StackedDecoder
 from linen_stack.validation import HOST
 
-Rules = Sequence[tuple[str, Any]]
-# Fully sharded data parallelism: every device holds a part of each matrix and of the batch.
-FSDP = {"batch": "fsdp", "embed": "fsdp"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,18 +120,14 @@ def as_mesh(mesh: Any, topology: Topology) -> AbstractMesh:
 
 
 def as_rules(rules: Any, mesh: AbstractMesh) -> Rules:
-  """Rules as flax takes them, from a mapping or pairs; None: `FSDP`, over all axes of the mesh.
+  """Rules as flax takes them, from a mapping or pairs; None: `sharding.FSDP`, over all axes of the mesh.
 
   Raises ValueError for a mesh axis that does not exist.
   """
   if rules is None:
-    rules = {name: mesh.axis_names for name in FSDP}
+    rules = {name: axes and mesh.axis_names for name, axes in sharding.FSDP.items()}
   pairs = tuple(rules.items() if isinstance(rules, Mapping) else rules)
-  for logical, axes in pairs:
-    for axis in (axes,) if isinstance(axes, str) else axes or ():
-      if axis not in mesh.axis_names:
-        raise ValueError(f"rules: {logical!r} goes over {axis!r}, which is no axis of the mesh; "
-                         f"its axes are {', '.join(mesh.axis_names)}")
+  sharding.check_rules(pairs, mesh)
   return tuple((logical, tuple(axes) if isinstance(axes, list) else axes) for logical, axes in pairs)
 
 
@@ -202,9 +196,10 @@ def variables_of(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Wat
 def place_variables(boxed: Any, watch: Watch, mesh: AbstractMesh, rules: Rules, what: str = "variables") -> Any:
   """Unboxed variables, or a tree with parts like parameters such as an optimiser's state, with shardings.
 
-  They lie as rules say of their logical axes, on the device or, where stacks fetch them from there, on the host.
+  They lie as rules say of their logical axes, on the device or, where stacks fetch them from there, on the host. Raises
+  ValueError for logical axes without a rule, and for dimensions that do not divide among devices.
   """
-  specs = nn.logical_to_mesh(nn.get_partition_spec(boxed), rules)
+  specs = sharding.lay_out(boxed, mesh, rules, [stack.plan for stack in watch.stacks.values()], f"{what} ")
   collections = isinstance(boxed, Mapping) and "params" in boxed
   offloading = [stack for stack in watch.stacks.values() if stack.offload_params is not False]
 
@@ -215,6 +210,7 @@ def place_variables(boxed: Any, watch: Watch, mesh: AbstractMesh, rules: Rules, 
     for stack in offloading:
       place = placement.find(stack.plan, keys)
       if place is not None and place.fits(leaf) and stack.selects("/".join(place.own), place.one(leaf)):
+        placement.check_layers_whole("/".join(keys), leaf.sharding.spec[:len(place.sizes)])
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding.with_memory_kind(HOST))
     return leaf
 

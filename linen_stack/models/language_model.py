@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from linen_stack.models.layers import DType, Projection, RMSNorm, require_count
 from linen_stack.per_layer import per_layer
+from linen_stack.sharding import constrain
 from linen_stack.specs import keywords_checked
 
 Array = jax.Array
@@ -100,11 +101,11 @@ class LanguageModel(nn.Module):
     if self.embed_scale is not None:
       x = x * jnp.asarray(self.embed_scale, x.dtype)
     # Under a mesh with rules for "batch": split like the tokens, and not like the table that they were looked up in.
-    x = nn.with_logical_constraint(x, ("batch", "seq", "hidden"))
+    x = constrain(x, ("batch", "seq", "hidden"))
     x = self.stack(x, **given, deterministic=deterministic)
     if kv_cache is not None:
       x, kv_cache = x
-    x = self.final_norm(nn.with_logical_constraint(x, ("batch", "seq", "hidden")))
+    x = self.final_norm(constrain(x, ("batch", "seq", "hidden")))
     if self.tie_embeddings:
       table = self.token_embed.embedding.astype(x.dtype)
       logits = lax.dot_general(x, table, (((2,), (1,)), ((), ())), preferred_element_type=self.logits_dtype)

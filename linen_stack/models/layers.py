@@ -1,8 +1,10 @@
 """The parts of the reference decoder layers: RMS norm, projection, cached attention and the gated feed-forward map.
 
 Every parameter carries logical axis names (`embed`, `q_heads`, `kv_heads`, `head_dim`, `mlp`, `vocab`, `norm`), and the
-values that rematerialisation policies choose among are tagged where they arise. Parameters are stored in `param_dtype`
-and used in `dtype`; norms, rotary angles and the softmax are computed in float32 at least.
+values that rematerialisation policies choose among are tagged where they arise. Under a mesh with logical axis rules,
+what projections return is laid out by name as well: `batch`, `seq`, and the parameter's own names, with `hidden` in the
+place of `embed`. Parameters are stored in `param_dtype` and used in `dtype`; norms, rotary angles and the softmax are
+computed in float32 at least.
 """
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from linen_stack.models import rope
+from linen_stack.sharding import constrain
 
 Array = jax.Array
 DType = Any
@@ -99,6 +102,9 @@ class Projection(nn.Module):
     init = kernel_init(summed, len(shape))
     kernel = self.param("kernel", nn.with_logical_partitioning(init, self.axes), shape, self.param_dtype)
     y = linear_map(x.astype(self.dtype), kernel.astype(self.dtype), summed, self.output_dtype)
+    # Under a mesh with rules activations lie like the axes of parameters that they come from; their width has its own name.
+    names = ("hidden" if axis == "embed" else axis for axis in self.axes[summed:])
+    y = constrain(y, ("batch", "seq", *names))
     if not self.use_bias:
       return y
     init = nn.with_logical_partitioning(nn.initializers.zeros_init(), self.axes[summed:])
