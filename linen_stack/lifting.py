@@ -161,13 +161,14 @@ def take_slices(tree: Any) -> Any:
   return jax.tree.map(take, tree, is_leaf=lambda x: isinstance(x, (Row, Slice)))
 
 
-def split_static(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+def split_static(tree: Any, is_data: Callable[[Any], bool] = is_array) -> tuple[
+    list[Any], Callable[[Sequence[Any]], Any]]:
   """The array leaves of `tree`, and a function that puts (traced) arrays back among its Python values."""
   leaves, treedef = jax.tree.flatten(tree)
-  arrays = [leaf for leaf in leaves if is_array(leaf)]
+  is_taken = list(map(is_data, leaves))
 
   def rebuild(arrays):
     values = iter(arrays)
-    return treedef.unflatten([next(values) if is_array(leaf) else leaf for leaf in leaves])
+    return treedef.unflatten([next(values) if taken else leaf for leaf, taken in zip(leaves, is_taken)])
 
-  return arrays, rebuild
+  return [leaf for leaf, taken in zip(leaves, is_taken) if taken], rebuild

@@ -7,10 +7,10 @@ from typing import Any
 
 from flax import linen as nn
 import jax
-import numpy as np
 
 from linen_stack import stack as stack_lib
 from linen_stack.inspect import render
+from linen_stack.inspect.arrays import take_arrays
 from linen_stack.inspect.findings import (Action, Finding, Tagged, action_on, inside_layer, name_findings, outer_remat,
                                           stacking, too_small)
 from linen_stack.inspect.watch import Place, Watch, watching
@@ -97,16 +97,14 @@ def audit(stack: nn.Module, *args: Any, **kwargs: Any) -> AuditReport:
 
 def _program(stack: nn.Module, args: Any, kwargs: Any) -> Any:
   """The program of `init`. Arrays are traced, all else stays what it is."""
-  leaves, tree = jax.tree.flatten((args, kwargs))
-  is_array = [isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)) for leaf in leaves]
+  arrays, rebuild = take_arrays((args, kwargs))
 
   def init(key, arrays):
-    values = iter(arrays)
-    args, kwargs = tree.unflatten([next(values) if array else leaf for array, leaf in zip(is_array, leaves)])
+    args, kwargs = rebuild(arrays)
     # Streams that are not given draw from `params`.
     return stack.init({"params": key, "dropout": key}, *args, **kwargs)
 
-  return jax.make_jaxpr(init)(jax.random.key(0), [leaf for array, leaf in zip(is_array, leaves) if array]).jaxpr
+  return jax.make_jaxpr(init)(jax.random.key(0), arrays).jaxpr
 
 
 def _carry(place: Place, policy: RematPolicy, stack: StackedDecoder, watch: Watch) -> list[Tagged]:

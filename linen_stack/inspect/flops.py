@@ -20,8 +20,8 @@ from typing import Any
 
 import jax
 from jax.extend import core
-import numpy as np
 
+from linen_stack.inspect.arrays import of_arrays
 from linen_stack.inspect.chips import Chip
 from linen_stack.inspect.origins import call_body, loop_counts
 from linen_stack.tags import tag_name
@@ -69,29 +69,8 @@ def cost(fn: Callable[..., Any], *args: Any, chip: Chip | None = None, devices: 
     *args, **kwargs: trees of arrays or of `jax.ShapeDtypeStruct`. Other leaves stay the Python values that they are.
     chip, devices: what it runs on, evenly spread, for `seconds`.
   """
-  arrays, rebuild = take_arrays((args, kwargs))
-
-  def call(arrays):
-    args, kwargs = rebuild(arrays)
-    return fn(*args, **kwargs)
-
+  call, arrays = of_arrays(fn, args, kwargs)
   return program_cost(jax.make_jaxpr(call)(arrays).jaxpr, chip=chip, devices=devices)
-
-
-def take_arrays(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-  """What stands for arrays in a tree, and a function that puts others in their places."""
-  leaves, structure = jax.tree.flatten(tree)
-
-  def rebuild(arrays: Sequence[Any]) -> Any:
-    values = iter(arrays)
-    return structure.unflatten([next(values) if is_array(leaf) else leaf for leaf in leaves])
-
-  return [leaf for leaf in leaves if is_array(leaf)], rebuild
-
-
-def is_array(leaf: Any) -> bool:
-  """Whether a leaf stands for an array."""
-  return isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
 
 
 def program_cost(jaxpr: Any, live: Sequence[bool] | None = None, *, chip: Chip | None = None, devices: int = 1) -> Cost:

@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from linen_stack import placement, sharding
 from linen_stack.inspect import flops
+from linen_stack.inspect.arrays import is_array, take_arrays
 from linen_stack.inspect.chips import Chip, Topology
 from linen_stack.inspect.residuals import ResidualReport, residuals
 from linen_stack.inspect.watch import Watch, watching
@@ -155,7 +156,7 @@ def placed(tree: Any, specs: Any, mesh: AbstractMesh, what: str) -> Any:
 
 
 def _place(leaf: Any, spec: Any, mesh: AbstractMesh, what: str) -> Any:
-  if not flops.is_array(leaf):
+  if not is_array(leaf):
     return leaf
   memory_kind = None
   if spec is None:
@@ -181,7 +182,7 @@ def _place(leaf: Any, spec: Any, mesh: AbstractMesh, what: str) -> Any:
 
 def variables_of(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Watch]:
   """The variables of a module as shapes, boxed with their logical axes, and the stacks in it. Allocates nothing."""
-  arrays, rebuild = flops.take_arrays((args, kwargs))
+  arrays, rebuild = take_arrays((args, kwargs))
 
   def init(key, arrays):
     args, kwargs = rebuild(arrays)
@@ -234,12 +235,12 @@ def gradients(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
   boxed, watch = variables_of(module, *args, **kwargs)
   variables = place_variables(boxed, watch, mesh, rules)
   call = (args, dict(kwargs))
-  arrays, rebuild = flops.take_arrays(call)
+  arrays, rebuild = take_arrays(call)
   if specs is None:
     batch = next((leaf.shape[:1] for leaf in arrays if leaf.shape), None)
-    specs = jax.tree.map(lambda leaf: batch_spec(rules) if flops.is_array(leaf) and leaf.shape[:1] == batch else
+    specs = jax.tree.map(lambda leaf: batch_spec(rules) if is_array(leaf) and leaf.shape[:1] == batch else
                          PartitionSpec(), call)
-  arrays, _ = flops.take_arrays(placed(call, specs, mesh, "args"))
+  arrays, _ = take_arrays(placed(call, specs, mesh, "args"))
 
   def loss(params, others, arrays):
     args, kwargs = rebuild(arrays)
@@ -264,11 +265,11 @@ def of_function(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
   for position in donate:
     if isinstance(position, bool) or not isinstance(position, int) or not 0 <= position < len(args):
       raise ValueError(f"donate_argnums: there is no argument {position!r}; {len(args)} were given")
-  _, rebuild = flops.take_arrays((args, dict(kwargs)))
+  _, rebuild = take_arrays((args, dict(kwargs)))
   parts = (*placed(args, specs, mesh, "args"), placed(dict(kwargs), None, mesh, "kwargs"))
 
   def call(*parts):
     args, kwargs = rebuild([leaf for part in parts for leaf in part])
     return fn(*args, **kwargs)
 
-  return Program(call, tuple(flops.take_arrays(part)[0] for part in parts), mesh, rules, donate=donate)
+  return Program(call, tuple(take_arrays(part)[0] for part in parts), mesh, rules, donate=donate)

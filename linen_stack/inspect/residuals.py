@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from linen_stack.inspect import render
+from linen_stack.inspect.arrays import is_array, of_arrays
 from linen_stack.inspect.origins import Frame, Origin, carry_marks
 from linen_stack.inspect.watch import PLACE_SCOPE, STACK_SCOPE, Place, Watch, watching
 
@@ -148,19 +149,13 @@ def kept_program(fn: Callable[..., Any], args: Any, kwargs: Any = None,
 
   Arguments and errors as in `residuals`.
   """
-  leaves, tree = jax.tree_util.tree_flatten_with_path((args, kwargs or {}))
   wanted = _positions(argnums, len(args))
-  arrays = [leaf for _, leaf in leaves if _is_array(leaf)]
-  paths = [path for path, leaf in leaves if _is_array(leaf)]
+  call, arrays = of_arrays(fn, args, kwargs or {})
+  paths = [path for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs or {})) if is_array(leaf)]
   chosen = [wanted is None or (path[0].idx == 0 and path[1].idx in wanted) for path in paths]
   by = [i for i, leaf in enumerate(arrays) if chosen[i] and jax.numpy.issubdtype(leaf.dtype, np.inexact)]
   if not by:
     raise ValueError("there is no array of a floating dtype to differentiate by among the arguments")
-
-  def call(arrays):
-    values = iter(arrays)
-    args, kwargs = tree.unflatten([next(values) if _is_array(leaf) else leaf for _, leaf in leaves])
-    return fn(*args, **kwargs)
 
   def forward(arrays):
     # The function that jax.vjp returns is a tree, and its leaves are what it keeps.
@@ -170,10 +165,6 @@ def kept_program(fn: Callable[..., Any], args: Any, kwargs: Any = None,
   with watching(mark=True) as watch:
     program = jax.make_jaxpr(forward)(arrays).jaxpr
   return program, watch, [_label(fn, path) for path in paths]
-
-
-def _is_array(leaf: Any) -> bool:
-  return isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
 
 
 def _positions(argnums: Any, count: int) -> set[int] | None:
