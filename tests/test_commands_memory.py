@@ -76,7 +76,8 @@ def test_errors_before_compiling(capsys, config, compiler, command, flags, words
 @pytest.mark.parametrize("command, flags, words", [
     ("memory", ("--policies", "full,minimall"), "no preset 'minimall'; did you mean 'minimal'"),
     ("memory", ("--html", "page.txt"), "the name must end in .html or .htm"),
-    ("memory", ("--html", "/no/such/folder/page.html"), "No such file or directory"),
+    ("memory", ("--html", "/no/such/folder/page.html"), "--html /no/such/folder/page.html: there is no folder /no/such/folder"),
+    ("memory", ("--plot", "/dev/null/plot.svg"), "--plot /dev/null/plot.svg: there is no folder /dev/null"),
     ("memory", ("--plot", "plot.pdf"), "the name must end in .svg or .png"),
     ("tune", ("--hbm", "15"), "--hbm: '15' has no unit; write 15GiB"),
     ("tune", ("--host", "64GX"), "--host: no unit 'GX'"),
@@ -85,6 +86,12 @@ def test_errors_before_compiling(capsys, config, compiler, command, flags, words
 def test_flags_that_cannot_be(capsys, config, compiler, command, flags, words):
   status, _, err = run(capsys, command, config, "--topology", "v5e:2x2", *flags)
   assert status in (1, 2) and words in err and not compiler
+
+
+def test_accelerators_are_left_alone(capsys, config):
+  jax.config.update("jax_platforms", "cpu,tpu")
+  run(capsys, "memory", config, "--topology", "v9:2x2")
+  assert jax.config.jax_platforms == "cpu"
 
 
 def test_folders_are_no_files(capsys, config, tmp_path):
@@ -153,7 +160,7 @@ def test_policies_as_table_json_picture_and_page(capsys, config, tmp_path):
   assert all(row["seconds"] > 0 for row in rows.values())
   # The picture is a drawing with a dot for each policy; the page needs nothing beside itself.
   root = xml.etree.ElementTree.fromstring(plot.read_text())
-  assert len(root.findall("{http://www.w3.org/2000/svg}circle")) == 4
+  assert len(list(root.iter("{http://www.w3.org/2000/svg}circle"))) == 4
   found = Page(page.read_text())
   assert not found.open and not found.loads and found.count["svg"] == 1 and found.count["tr"] == 5
   for name in (*names, "query_proj", "carry", "layers: 4 layers", "at least 99.0 GiB"):
@@ -221,11 +228,11 @@ def test_memory_in_use_is_told_beside_what_the_compiler_says(monkeypatch):
 def test_charts_of_any_points(points):
   root = xml.etree.ElementTree.fromstring(html_lib.chart(points, 16 * 2**30))
   width, height = float(root.get("width")), float(root.get("height"))
-  dots = root.findall("{http://www.w3.org/2000/svg}circle")
+  dots = list(root.iter("{http://www.w3.org/2000/svg}circle"))
   assert len(dots) == len(points)
   for dot in dots:
     assert 0 <= float(dot.get("cx")) <= width and 0 <= float(dot.get("cy")) <= height
-  texts = root.findall("{http://www.w3.org/2000/svg}text")
+  texts = list(root.iter("{http://www.w3.org/2000/svg}text"))
   labels = sorted(float(text.get("y")) for text in texts if text.text in [point[0] for point in points])
   assert len(labels) == len(points)
   assert all(later - earlier > 13 for earlier, later in zip(labels, labels[1:])) and all(y < height for y in labels)

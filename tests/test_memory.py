@@ -165,6 +165,14 @@ def test_cache_folder_by_the_environment(worker, monkeypatch, tmp_path):
   assert aot.cache_folder() == tmp_path / "linen_stack"
 
 
+def test_cache_that_cannot_be_written_is_told_before_compiling(worker, tmp_path):
+  runs = worker(*GOOD)
+  (tmp_path / "file").write_text("")
+  with pytest.raises(OSError, match=r"results cannot be kept in .*file/cache: Not a directory; set \$LINEN_STACK_CACHE"):
+    memory(product, (X, W), cache=tmp_path / "file" / "cache")
+  assert not runs() and memory(product, (X, W), cache=False).fits
+
+
 def test_flags_of_the_compiler_are_part_of_what_is_kept(worker, monkeypatch, tmp_path):
   runs = worker(*GOOD)
   memory(product, (X, W), cache=tmp_path / "cache")

@@ -236,6 +236,14 @@ def test_host_memory_is_a_bound(compiler):
   assert report.winner.candidate.host == 0
 
 
+def test_parameters_that_take_more_host_memory_than_there_is(monkeypatch):
+  monkeypatch.setattr(tune_lib, "candidates", lambda program, chip: list(ranked("flat")))
+  monkeypatch.setattr(tune_lib, "compile_report", lambda program, topology, **_: made_up(BASE, 2**30))
+  report = search("flat", 2**40, host=2**20)
+  assert report.winner is None and report.smallest is None
+  assert "nothing fits; on the host, even parameters take more" in str(report)
+
+
 # Arguments -----------------------------------------------------------------------------------------------------------------
 
 

@@ -25,17 +25,23 @@ class Command:
   arguments: tuple[str, ...]
   """Names of the positional arguments."""
   help: str
+  traces: bool = False
+  """Whether it only traces, so that the machine's accelerators are left alone: another program may hold them."""
 
 
 COMMANDS: dict[str, Command] = {
     "plan": Command(
-        "linen_stack.commands.plan", ("CONFIG",), "segments and parameters of a model, without allocating it"),
+        "linen_stack.commands.plan", ("CONFIG",), "segments and parameters of a model, without allocating it",
+        traces=True),
     "audit": Command(
-        "linen_stack.commands.audit", ("CONFIG",), "what remat policies do with each tagged value; status 1 on errors"),
+        "linen_stack.commands.audit", ("CONFIG",), "what remat policies do with each tagged value; status 1 on errors",
+        traces=True),
     "memory": Command(
-        "linen_stack.commands.memory", ("CONFIG",), "what each policy takes on a TPU that you name, and costs; no TPU needed"),
+        "linen_stack.commands.memory", ("CONFIG",), "what each policy takes on a TPU that you name, and costs; no TPU needed",
+        traces=True),
     "tune": Command(
-        "linen_stack.commands.tune", ("CONFIG",), "the fastest policy, by estimate, that fits the TPU memory that you name"),
+        "linen_stack.commands.tune", ("CONFIG",), "the fastest policy, by estimate, that fits the TPU memory that you name",
+        traces=True),
     "train": Command(
         "linen_stack.commands.train", ("CONFIG",), "train a model on text, and measure it on held-out text"),
     "generate": Command(
@@ -136,6 +142,9 @@ def _run(argv: Sequence[str]) -> None:
     extra = args[len(command.arguments)]
     hint = f"write --set {extra}" if "=" in extra else f"it takes {' '.join(command.arguments)}"
     raise UsageError(f"{name}: unexpected argument {extra!r}; {hint}")
+  if command.traces:
+    import jax  # pylint: disable=g-import-not-at-top  # not for the help
+    jax.config.update("jax_platforms", "cpu")
   module.run(values, args)
 
 

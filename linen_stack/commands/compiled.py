@@ -112,8 +112,12 @@ def check_writable(path: str | None, flag: str, endings: Sequence[str]) -> None:
     raise CommandError(f"--{flag} {path}: the name must end in {' or '.join(endings)}")
   if target.is_dir():
     raise CommandError(f"--{flag} {path}: this is a folder")
-  with plain_errors(OSError), tempfile.NamedTemporaryFile(dir=target.parent, prefix=".linen_stack_"):
-    pass
+  if not target.parent.is_dir():
+    raise CommandError(f"--{flag} {path}: there is no folder {target.parent}")
+  try:
+    tempfile.TemporaryFile(dir=target.parent).close()
+  except OSError as error:
+    raise CommandError(f"--{flag} {path}: cannot write into {target.parent}: {error.strerror or error}") from error
 
 
 @contextlib.contextmanager

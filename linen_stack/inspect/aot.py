@@ -65,6 +65,7 @@ def compile_program(text: str, topology: chips.Topology, mesh: Sequence[int], op
 
   Raises:
     ImportError: libtpu is not installed.
+    OSError: the cache's folder cannot be written to.
     ValueError: libtpu does not know the topology.
     TimeoutError: the limit was hit.
     RuntimeError: the compiler failed, other than for a lack of memory.
@@ -77,6 +78,8 @@ def compile_program(text: str, topology: chips.Topology, mesh: Sequence[int], op
   answer = _read(path) if path else None
   if answer is not None:
     return Compiled(**answer, cached=True)
+  if path:
+    _check_writable(path.parent)
   answer = _run(text, request, limit)
   compiled = _compiled(answer, topology)
   if path:
@@ -110,9 +113,18 @@ def _read(path: pathlib.Path) -> dict[str, Any] | None:
   return answer if isinstance(answer, dict) and set(answer) == fields else None
 
 
+def _check_writable(folder: pathlib.Path) -> None:
+  """Raises OSError before the work of which the folder would keep the result."""
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
+  except OSError as error:
+    raise OSError(f"results cannot be kept in {folder}: {error.strerror}; set $LINEN_STACK_CACHE to another folder, or keep "
+                  "none (cache=False, --nocache)") from error
+
+
 def _write(path: pathlib.Path, answer: dict[str, Any]) -> None:
   answer.pop("cached")
-  path.parent.mkdir(parents=True, exist_ok=True)
   with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8") as file:
     json.dump(answer, file)
   os.replace(file.name, path)

@@ -50,7 +50,7 @@ class TuneReport:
   presets: tuple[Candidate, ...]
   """Every preset, the fastest first."""
   smallest: int | None = None
-  """Where nothing fits: the least device memory with which something would."""
+  """Where nothing fits: the least device memory with which something would; None: nothing, with that host memory."""
 
   def yaml(self) -> str:
     """The winner as a part of a config. Raises ValueError where nothing fits."""
@@ -73,8 +73,9 @@ class TuneReport:
     head += f" and {render.size(self.host)} of host memory" if self.host is not None else ""
     tried = f"compiled {render.plural(len(self.compiled), 'program')}; there are {len(PRESETS)} presets"
     if self.winner is None:
-      why = f"; the least that would do is {render.size(self.smallest)}" if self.smallest is not None else ""
-      return f"{head} for one device: nothing fits{why}\n{tried}"
+      why = ("the least that would do is " + render.size(self.smallest) if self.smallest is not None else
+             "on the host, even parameters take more")
+      return f"{head} for one device: nothing fits; {why}\n{tried}"
     chosen, memory = self.winner.candidate, self.winner.memory
     lines = [f"{head} for one device", f"winner: {chosen.name}, {_time(chosen)}; compiled, it takes {render.size(memory.hbm)}"
              + (f", and {render.size(memory.host)} on the host" if memory.host else ""), "", self.yaml().rstrip(), ""]
@@ -183,8 +184,10 @@ class _Search:
     self._say(f"{candidate.name}: {render.size(memory.hbm)} of HBM, compiled in {memory.seconds:.0f} s")
 
   def _fits(self, done: Confirmed) -> bool:
-    memory = done.memory
-    return memory.fits and memory.hbm <= self._hbm and (self._host is None or memory.host <= self._host)
+    return done.memory.fits and done.memory.hbm <= self._hbm and self._fits_host(done)
+
+  def _fits_host(self, done: Confirmed) -> bool:
+    return self._host is None or done.memory.host <= self._host
 
   def _best(self) -> Confirmed | None:
     return min(filter(self._fits, self._done), key=lambda done: done.candidate.seconds, default=None)
@@ -217,7 +220,7 @@ class _Search:
     best = self._best()
     made = {done.candidate.policy: done for done in self._done}
     if best is None:
-      smallest = min(done.memory.hbm for done in self._done)
+      smallest = min((done.memory.hbm for done in self._done if self._fits_host(done)), default=None)
       return TuneReport(self._topology, self._hbm, self._host, None, None, None, None, False, tuple(self._done),
                         self._presets, smallest)
     fails = lambda c: not self._fits(made[c.policy]) if c.policy in made else self._predicted(c) > self._hbm
