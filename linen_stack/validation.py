@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from linen_stack import sharding
 from linen_stack.calls import class_name, distinct_specs, layer_class, layer_signature
 from linen_stack.plan import Plan, Segment
 from linen_stack.specs import nearest
@@ -161,9 +162,14 @@ def check_selection(stack: Any, asked: Mapping[str, bool]) -> None:
 
 
 def check_layout(stack: Any) -> None:
-  """Raises where variables are there, but in the layout of the other value of `scan`, or for another depth."""
+  """Raises where variables are there, but in the layout of the other value of `scan`, for another depth, or split over a mesh
+  though they are in host memory."""
   if stack.is_initializing():
     return
+  for name in sharding.layer_axes(stack.plan) if stack.offload_params is not False else ():
+    if sharding.over(name):
+      raise ValueError(f"offload_params: the layers along {name!r} are split over mesh axis {' x '.join(sharding.over(name))}, but "
+                       "they are fetched from host memory one by one, by all devices; let the rules map that axis to None")
   has = functools.partial(stack.has_variable, "params")
   for segment in stack.plan:
     stacked, names = has(segment.name), [f"{segment.name}_{i}" for i in range(segment.num_layers)]

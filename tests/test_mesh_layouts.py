@@ -143,6 +143,13 @@ def test_layers_that_do_not_divide_are_named_with_what_would():
       jax.eval_shape(loss(levels), nn.unbox(boxed_params("flat", True, 0)), X)
 
 
+def test_layers_in_host_memory_are_not_split():
+  stack, params = ls.StackedDecoder(PLANS["nested"], offload_params=0), nn.unbox(boxed_params("nested", True, 0))
+  with jax.set_mesh(mesh()), nn.logical_axis_rules([("a", "data")]):
+    with pytest.raises(ValueError, match="layers along 'a' are split over mesh axis data, .* map that axis to None"):
+      jax.eval_shape(loss(stack), params, X)
+
+
 @pytest.mark.parametrize("rules, words", [
     ([("embed", "fsdp"), ("one", None)], r"no rule for logical axis 'mlp' \(of layers/wi\); map each to an axis"),
     ([("embed", "fsdp"), ("mpl", None), ("one", None)], r"logical axis 'mlp' \(of layers/wi\); did you mean 'mpl'\?; map each"),
