@@ -25,6 +25,20 @@ def report_of(stack, *args):
   return residuals(loss_of(stack), variables, x, *args)
 
 
+def tags_of(jaxpr):
+  """For each result of a program the tag that it has, followed through loops and calls and onto the host."""
+  tags = {}
+  for eqn in jaxpr.eqns:
+    bodies = [param for param in eqn.params.values() if hasattr(getattr(param, "jaxpr", param), "eqns")]
+    if eqn.primitive.name == "name":
+      tags[eqn.outvars[0]] = eqn.params["name"]
+    elif eqn.primitive.name in ("device_put", "reduce_precision"):  # what remat puts around values that it keeps
+      tags |= {out: tags[var] for var, out in zip(eqn.invars, eqn.outvars) if not hasattr(var, "val") and var in tags}
+    elif len(bodies) == 1:
+      tags |= zip(eqn.outvars, tags_of(getattr(bodies[0], "jaxpr", bodies[0])))
+  return [None if hasattr(var, "val") else tags.get(var) for var in jaxpr.outvars]
+
+
 @pytest.mark.parametrize("layout", ["flat", "cycle", "prefix"])
 @pytest.mark.parametrize("preset", ls.RematPolicy.presets())
 def test_bytes_equal_the_buffers_of_the_program(preset, layout):
@@ -38,6 +52,13 @@ def test_bytes_equal_the_buffers_of_the_program(preset, layout):
     reported[row.stacked] += row.buffers
   assert reported == buffers
   assert report.total() == sum(math.prod(shape) * 4 * count for shape, count in buffers.items())
+  named = collections.Counter()
+  for var, tag in dict(zip(program.outvars, tags_of(program))).items():
+    if tag is not None:
+      named[tag] += math.prod(var.aval.shape) * 4
+  assert named == collections.Counter({name: size for name, size in report.by_name().items() if any(
+      row.kind == "tag" and row.name == name for row in report.rows)})
+  assert preset in ("none", "full") or len(named) >= 1
   for sums in (report.by_name(), report.by_place(), report.by_segment()):
     assert report.total() == sum(sums.values())
 
