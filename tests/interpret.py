@@ -6,6 +6,7 @@ Compiling a program takes seconds and running it takes none; sweeps over many pr
 import jax
 from jax.extend import core
 import jax.numpy as jnp
+import numpy as np
 
 from linen_stack.inspect.origins import loop_counts
 
@@ -56,9 +57,15 @@ def _scan(eqn, args):
   for i in reversed(range(params["length"])) if params["reverse"] else range(params["length"]):
     out = _eval(jaxpr, closed, [*consts, *carry, *(x[i] for x in xs)])
     carry, ys[i] = out[:num_carry], out[num_carry:]
-  return [*carry, *(jnp.stack(column) for column in zip(*ys))]
+  return [*carry, *map(_stack, zip(*ys))]
+
+
+# NumPy takes rows and stacks them: JAX would compile a program for every shape and row.
 
 
 def _rows(x):
-  # Arrays in host memory cannot be indexed.
-  return jax.device_put(x, jax.memory.Space.Device) if getattr(x.sharding, "memory_kind", None) == "pinned_host" else x
+  return x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else np.asarray(x)
+
+
+def _stack(column):
+  return (jnp if jnp.issubdtype(column[0].dtype, jax.dtypes.extended) else np).stack(column)

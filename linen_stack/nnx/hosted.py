@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import dataclasses
+import functools
+import inspect
 from typing import Any
 
 from flax import linen as nn
@@ -19,6 +21,7 @@ from flax import nnx
 from flax.linen.module import _context
 import jax
 
+from linen_stack.calls import class_name
 from linen_stack.lifting import is_array
 from linen_stack.plan import Plan, Segment
 from linen_stack.specs import LayerSpec
@@ -38,12 +41,12 @@ class Record:
   @classmethod
   def of(cls, layer: nnx.Module) -> tuple[Record, dict[Path, Any]]:
     """A layer's record and the values of its leaves. Raises TypeError for variables that are references."""
-    for _, module in nnx.iter_modules(layer):
-      for name, value in list(vars(module).items()):
-        if isinstance(value, jax.core.Tracer):  # which Flax takes for a static attribute, unlike an array
-          setattr(module, name, nnx.data(value))
-    graph, state = nnx.split(layer)
-    leaves = dict(nnx.to_flat_state(state))
+    graph, leaves = _split(layer)
+    hidden = [(module, name, value) for path, module in nnx.iter_modules(layer) for name, value in vars(module).items()
+              if isinstance(value, jax.core.Tracer) and (*path, name) not in leaves]
+    for module, name, value in hidden:  # Flax takes traced arrays, unlike others, for static attributes
+      setattr(module, name, nnx.data(value))
+    graph, leaves = _split(layer) if hidden else (graph, leaves)
     for path, leaf in leaves.items():
       if isinstance(leaf, nnx.Variable) and leaf.ref:
         raise TypeError(f"variable {'/'.join(map(str, path))} of {type(layer).__name__} is a reference (ref=True), which "
@@ -52,14 +55,15 @@ class Record:
     values = {path: leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf for path, leaf in leaves.items()}
     return cls(graph, kinds), values
 
-  def layer(self, values: Mapping[Path, Any], rename: Callable[[Path, nnx.Variable], None] | None = None) -> nnx.Module:
-    """The layer with these values; `rename` may change the metadata of each of its variables."""
-    leaves = {}
-    for path, kind in self.kinds.items():
-      leaves[path] = values[path] if kind is None else kind.replace(values[path])
-      if rename is not None and kind is not None:
-        rename(path, leaves[path])
+  def layer(self, values: Mapping[Path, Any]) -> nnx.Module:
+    """The layer with these values."""
+    leaves = {path: values[path] if kind is None else kind.replace(values[path]) for path, kind in self.kinds.items()}
     return nnx.merge(self.graph, nnx.from_flat_state(leaves))
+
+
+def _split(layer: nnx.Module) -> tuple[nnx.GraphDef, dict[Path, Any]]:
+  graph, state = nnx.split(layer)
+  return graph, dict(nnx.to_flat_state(state))
 
 
 @dataclasses.dataclass(eq=False)
@@ -87,22 +91,27 @@ class Host(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Hosted:
-  """What stands in a plan in the place of an NNX layer's class; `func` is that class, whose signature counts."""
+  """What stands in a plan in the place of an NNX layer's class."""
 
+  called: str
   func: Any
+  """The class whose signature counts, where it is one."""
   hosts_nnx = True
 
   @property
   def __name__(self) -> str:
-    return getattr(self.func, "__name__", type(self.func).__name__)
+    return self.called
 
   def __call__(self, *, spec: LayerSpec, session: Session, name: str) -> Host:
     return Host(spec=spec, session=session, name=name)
 
 
-def hosted(plan: Plan, session: Session | None = None) -> Plan:
-  """The plan of Linen modules for a plan of NNX layers."""
-  host = lambda spec: LayerSpec(Hosted(getattr(spec.cls, "func", spec.cls)), spec.label, spec=spec, session=session)
+def hosted(plan: Plan, session: Session | None = None, called: bool = True) -> Plan:
+  """The plan of Linen modules for a plan of NNX layers. `called`: with the layers' own arguments."""
+  def host(spec):
+    func = getattr(spec.cls, "func", spec.cls) if called else None
+    return LayerSpec(Hosted(class_name(spec), func), spec.label, spec=spec, session=session)
+
   return Plan(tuple(Segment(s.name, tuple(map(host, s.block)), s.length) for s in plan))
 
 
@@ -114,12 +123,28 @@ def make(host: Host, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
   del args, kwargs
   spec, rngs = host.spec, nnx.Rngs(**{stream: host.make_rng(stream) for stream in host.scope.rngs})
   with _outside_of_linen():
-    layer = spec.cls(**spec.kwargs, rngs=rngs)
+    layer = spec.cls(**spec.kwargs, **({"rngs": rngs} if takes(constructor(spec), "rngs") else {}))
   if not isinstance(layer, nnx.Module):
     raise TypeError(f"{spec!r} made {type(layer).__name__}, which is no flax.nnx Module; bridge Linen layers with "
                     "ls.nnx.bridged(plan, x)")
   _store(host, layer)
   return x
+
+
+def constructor(spec: LayerSpec) -> Mapping[str, inspect.Parameter] | None:
+  """The parameters with which a spec's layers are made, if they can be known."""
+  cls = spec.cls.func if isinstance(spec.cls, functools.partial) else spec.cls
+  # Classes of NNX modules have the signature of their metaclass, which takes anything.
+  target = cls.__init__ if isinstance(cls, type) else cls
+  try:
+    return inspect.signature(target).parameters
+  except (TypeError, ValueError):
+    return None
+
+
+def takes(parameters: Mapping[str, inspect.Parameter] | None, name: str) -> bool:
+  """Whether a callable takes a keyword argument; what is not known to refuse it does."""
+  return parameters is None or name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 # Calling layers -----------------------------------------------------------------------------------------------------------

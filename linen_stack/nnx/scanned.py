@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from linen_stack import lifting
-from linen_stack.calls import class_name, distinct_specs
+from linen_stack.calls import class_name, distinct_specs, layer_signature
 from linen_stack.nnx import hosted
 from linen_stack.nnx.hosted import Path, Record, Session
 from linen_stack.nnx.trees import graft, stack_names, unstack_names
 from linen_stack.plan import Plan, Segment
-from linen_stack.specs import LayerSpec
+from linen_stack.specs import LayerSpec, nearest
 from linen_stack.stack import StackedDecoder
 
 # Policies whose names were found among the tags of a plan's layers, so that calls need not look again.
@@ -86,7 +86,7 @@ class ScannedLayers(nnx.Module):
     """Makes the layers in one loop for each run, as `StackedDecoder.init` does."""
     session = Session(hosted.make)
     maker = StackedDecoder(
-        hosted.hosted(self.plan, session), remat="none", scan=self.stack.scan, param_axis=self.stack.param_axis,
+        hosted.hosted(self.plan, session, called=False), remat="none", scan=self.stack.scan, param_axis=self.stack.param_axis,
         offload_params=self.stack.offload_params, shared_rngs=shared)
     made = maker.init({stream: rngs[stream]() for stream in rngs}, jnp.zeros(()))
     for path, axes in self._paths().items():
@@ -110,12 +110,15 @@ class ScannedLayers(nnx.Module):
       As `StackedDecoder`: the hidden states, or `(hidden states, outputs)`.
     """
     _check_arguments((x, args, kwargs))
+    if rngs is not None:
+      self._check_takes_rngs()
     session, before, variables = Session(hosted.call), {}, {}
     for path, axes in self._paths().items():
       session.records[path], before[path] = self._unstacked(path, axes)
       hosted.place(variables, session.records[path], before[path], path)
     policies = [self.stack.policy(segment.name) for segment in self.plan]
-    session.seen = None if policies in _checked.get(self.plan, []) else {}
+    named = any(policy.names or policy.base is not None for policy in policies)
+    session.seen = {} if named and policies not in _checked.get(self.plan, []) else None
     stack = self.stack.clone(plan=hosted.hosted(self.plan, session))
     apply = nn.apply(lambda stack: stack(x, *args, **kwargs), stack, mutable=True)
     result, after = apply(variables, rngs=None if rngs is None else {stream: rngs[stream]() for stream in rngs})
@@ -125,6 +128,11 @@ class ScannedLayers(nnx.Module):
     for path, axes in self._paths().items():
       self._keep(path, axes, session, before[path], after)
     return result
+
+  def _check_takes_rngs(self) -> None:
+    for spec in distinct_specs(self.stack.plan):
+      if not hosted.takes(getattr(layer_signature(spec), "parameters", None), "rngs"):
+        raise TypeError(f"layer {class_name(spec)} takes no rngs when it is called; those that it was made with are its own")
 
   def _module(self, path: Path) -> nnx.Module:
     return functools.reduce(getattr, path, self)
@@ -172,7 +180,10 @@ def _check_spec(spec: LayerSpec) -> None:
                     "ls.nnx.bridged(plan, x) makes NNX layers of them")
   if isinstance(cls, nnx.Module) or (isinstance(cls, type) and not issubclass(cls, nnx.Module)):
     raise TypeError(f"cls of {spec!r} must be an nnx.Module class, or a function that returns one")
+  parameters = hosted.constructor(spec)
   for name, value in spec.kwargs.items():
+    if not hosted.takes(parameters, name):
+      raise TypeError(f"layer {class_name(spec)} has no argument {name!r}; {nearest(name, list(parameters)[1:])}")
     if any(isinstance(leaf, (nnx.Pytree, nnx.Variable)) for leaf in _nodes(value)):
       raise TypeError(f"layer {class_name(spec)}: argument {name!r} holds an NNX module or variable, of which each layer "
                       "would get a copy; let the layer make its own, or pass arrays to the call, which all layers see")
