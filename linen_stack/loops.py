@@ -30,7 +30,7 @@ from flax.core.scope import LazyRng, in_filter
 import jax
 import jax.numpy as jnp
 
-from linen_stack import lifting, stages
+from linen_stack import lifting, prefetch, stages
 from linen_stack.specs import checked_count, nearest
 from linen_stack.stacked import (check_carry, fits, from_front, put_row, stack_rows, strong, take_row, to_front,
                                  write_rows)
@@ -45,7 +45,7 @@ def scan(target: Any, length: int, param_axis: int = 0, *, variable_axes: Mappin
          split_rngs: Mapping[Any, bool] | None = None, in_axes: Any = broadcast, out_axes: Any = 0,
          reverse: bool = False, unroll: int = 1, metadata_params: Mapping[Any, Any] | None = None, methods: Any = None,
          update: bool = False, levels: Sequence[int] = (), region: Callable[..., Any] | None = None,
-         unroll_inner: bool = False, unroll_stages: bool = False) -> Any:
+         unroll_inner: bool = False, source: Callable[[str, Any], Any] | None = None, unroll_stages: bool = False) -> Any:
   """Applies a layer `length` times over stacked variables, tracing it once: `nn.scan` with `params` at `param_axis`.
 
   The target is called as `(module, carry, *args, **kwargs)` and returns `(carry, output)`. Keys are those of `nn.scan`
@@ -71,6 +71,8 @@ def scan(target: Any, length: int, param_axis: int = 0, *, variable_axes: Mappin
     levels: sizes of nested loops, outermost first, whose product is `length`. The stacked variables stay flat.
     region: applied to the body of every loop of `levels` but the innermost, e.g. a `jax.checkpoint`.
     unroll_inner: run the innermost loop of `levels` as a Python loop.
+    source: `source(path, stacked leaf)`, which parameters are fetched one layer ahead, and how: a `prefetch.Source`, or None
+      for those that the target finds where they are. Not with `reverse` or `levels`.
     unroll_stages: where layers are split over a mesh, run the loop over the parts (`linen_stack.stages`) as a Python loop.
 
   Raises:
@@ -79,7 +81,8 @@ def scan(target: Any, length: int, param_axis: int = 0, *, variable_axes: Mappin
   """
   return _lift_loop(target, methods, _Loop(
       length, param_axis, variable_axes, variable_broadcast, variable_carry, variable_in_place, split_rngs, in_axes,
-      out_axes, reverse, unroll, metadata_params, update, tuple(levels), region, unroll_inner, unroll_stages))
+      out_axes, reverse, unroll, metadata_params, update, tuple(levels), region, unroll_inner, source,
+      unroll_stages))
 
 
 def static_unroll(target: Any, length: int, param_axis: int = 0, *, methods: Any = None, **options: Any) -> Any:
@@ -87,9 +90,9 @@ def static_unroll(target: Any, length: int, param_axis: int = 0, *, methods: Any
 
   Each layer is traced on its own, so a program grows with `length`; what it gains is straight-line code, which the
   compiler can offload from under an outer loop. Takes the arguments of `scan`, but for those that shape the loop
-  (`unroll`, `levels`, `region`, `unroll_inner`, `unroll_stages`).
+  (`unroll`, `levels`, `region`, `unroll_inner`, `source`, `unroll_stages`).
   """
-  for option in ("unroll", "levels", "region", "unroll_inner", "unroll_stages"):
+  for option in ("unroll", "levels", "region", "unroll_inner", "source", "unroll_stages"):
     if option in options:
       raise TypeError(f"static_unroll is one fully unrolled loop; it takes no {option}")
   known = [field.name for field in dataclasses.fields(_Loop)]
@@ -102,6 +105,14 @@ def static_unroll(target: Any, length: int, param_axis: int = 0, *, methods: Any
 def split_key(lazy: LazyRng, length: int) -> LazyRng:
   """One key per layer, stacked; names that are still to be folded in stay so."""
   return jax.tree.map(lambda key: jax.random.split(jax.random.clone(key), length), lazy)
+
+
+def split_keys(keys: Mapping[str, LazyRng], count: int) -> list[Mapping[str, LazyRng]]:
+  """The keys that a loop of `count` layers hands to each; one layer is no loop."""
+  if count == 1:
+    return [keys]
+  split = {s: split_key(key, count) for s, key in keys.items()}
+  return [jax.tree.map(lambda key: key[i], split) for i in range(count)]
 
 
 def over_parts(variables: Any, arguments: Any) -> Any:
@@ -143,6 +154,7 @@ class _Loop:
   levels: tuple[int, ...] = ()
   region: Callable[..., Any] | None = None
   unroll_inner: bool = False
+  source: Callable[[str, Any], Any] | None = None
   unroll_stages: bool = False
   rolled: bool = True
   lazy: bool = False
@@ -164,6 +176,8 @@ class _Loop:
       raise TypeError(f"reverse must be True or False, not {self.reverse!r}")
     if self.levels and math.prod(self.levels) != self.length:
       raise ValueError(f"levels={self.levels} multiply to {math.prod(self.levels)}, not to length={self.length}")
+    if self.source and (self.reverse or self.levels):
+      raise ValueError("source: parameters are fetched ahead in one plain loop, not with reverse or levels")
     first = self.in_axes[0] if isinstance(self.in_axes, tuple) and self.in_axes else self.in_axes
     if self.update and first != 0:
       raise ValueError(f"update needs a first argument that is scanned along axis 0, not in_axes={self.in_axes!r}")
@@ -293,6 +307,8 @@ class _Loop:
     """The loop itself: `body(state, xs of a step) -> (state, ys of a step)`."""
     if not self.rolled:
       return self._python_loop(body, state, xs, self.length)
+    if self.source:
+      return prefetch.scan(body, state, xs, self._source, length=self.length, unroll=self.unroll)
     *outer, size = self.levels or (self.length,)
     if self.unroll_inner:
       loop = lambda state, xs: self._python_loop(body, state, xs, size)
@@ -306,6 +322,11 @@ class _Loop:
     if outer:
       ys = jax.tree.map(lambda y: y.reshape(self.length, *y.shape[len(self.levels):]), ys)
     return state, ys
+
+  def _source(self, path: tuple[Any, ...], leaf: Any) -> Any:
+    """The source of a part of a loop's xs: (index, stacked variables, keys, arguments)."""
+    keys = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]  # boxed leaves end in the box's own key
+    return self.source("/".join(keys[1:]), leaf) if path[0].idx == 1 and keys[0] == "params" else None
 
   def _python_loop(self, body, state, xs, length):
     index, stacked, split_keys, scanned = xs

@@ -22,7 +22,7 @@ from flax import linen as nn
 from flax.core.scope import LazyRng
 import jax
 
-from linen_stack import lifts, loops, sharding
+from linen_stack import lifts, loops, prefetch, sharding
 from linen_stack.calls import Call, build, class_name
 from linen_stack.lifting import is_array, not_a_method
 from linen_stack.per_layer import join, wrap
@@ -75,6 +75,10 @@ class StackedDecoder(nn.Module):
   """Keep parameters in host memory, where `init` makes them, and fetch them layer by layer (a run inside a cycle at once):
   True (matrices of some size), a number of bytes from which on, or `select(path, leaf) -> bool`. Gradients come back to
   the host; `ls.host_shardings` places trees there, `ls.on_device` computes with them."""
+
+  prefetch: bool = False
+  """With `offload_params`: fetch a layer (of a cycle: a repeat) while its predecessor computes, backward its successor, at
+  the price of the room for up to two more. Reverse-mode derivatives alone."""
 
   collect_outputs: bool = False
   """Also return what the layers return beside the hidden states, stacked in layer order [layers, ...]. False: such outputs
@@ -167,16 +171,16 @@ class StackedDecoder(nn.Module):
 
   @nn.nowrap
   def _segment(self, segment: Segment, x: Any, call: Call) -> tuple[Any, Any]:
-    policy = self.policy(segment.name)
+    policy, ahead = self.policy(segment.name), self.prefetch and segment.length > 1 and not self.is_initializing()
     if segment.is_cycle:
       target, body = _Block(functools.partial(self._runs, segment, call), name=segment.name), _call_block
       body = lifts.keep_around(body, policy) if self._is_split(segment.name) else body
     else:
       straight = call.listed or self.unroll > 1 or (policy.levels is not None and bool(policy.offload))
       rolled = segment.length > 1 and not straight
-      target, body = build(segment.block[0], segment.name), self._layer(segment, segment.runs[0], call, rolled)
+      target, body = build(segment.block[0], segment.name), self._layer(segment, segment.runs[0], call, rolled, ahead)
     if segment.length > 1:
-      body = self._loop(body, segment.length, segment.name, call, rolled=not call.listed, policy=policy)
+      body = self._loop(body, segment.length, segment.name, call, rolled=not call.listed, policy=policy, ahead=ahead)
     elif policy.every > 1 and not call.listed:
       body = lifts.remat(body, policy.alone)
     return body(target, x, *call.cut(segment, call.listed), call.args, call.kwargs)
@@ -190,10 +194,12 @@ class StackedDecoder(nn.Module):
     policy, outputs = self.policy(segment.name), {}
     for run in segment.runs:
       alone = run.count == 1 and in_a_loop and self.barrier == "loop"
-      together = self.offload_params is not False and in_a_loop and run.count > 1 and not self._levels(segment)
-      body = self._layer(segment, run, call, rolled=alone or (run.count > 1 and not unrolled), together=together)
+      looped = run.count > 1 and not unrolled
+      ahead = self.prefetch and (in_a_loop or looped) and not self.is_initializing()
+      together = self.offload_params is not False and in_a_loop and run.count > 1 and not self._levels(segment) and not ahead
+      body = self._layer(segment, run, call, alone or looped, ahead, together)
       if run.count > 1:
-        body = self._loop(body, run.count, run.name, call, rolled=not unrolled)
+        body = self._loop(body, run.count, run.name, call, rolled=not unrolled, ahead=ahead and not in_a_loop)
         body = lifts.fetch_together(body, functools.partial(self._ask, call), policy) if together else body
       elif alone:
         body = lifts.one_trip(body)
@@ -202,7 +208,7 @@ class StackedDecoder(nn.Module):
 
   @nn.nowrap
   def _loop(self, body: Callable[..., Any], length: int, name: str, call: Call, rolled: bool,
-            policy: RematPolicy | None = None) -> Callable[..., Any]:
+            policy: RematPolicy | None = None, ahead: bool = False) -> Callable[..., Any]:
     """A loop of `length` steps over (target, x, parts, index, args, kwargs). `policy`: of the outer loop of a segment."""
     per_step = loops.listed if call.listed else 0
     options: dict[str, Any] = dict(
@@ -218,7 +224,8 @@ class StackedDecoder(nn.Module):
                      unroll_inner=bool(nested and policy.offload))
     # Nor from two loops where layers are split over a mesh.
     offloads = any(self.policy(segment.name).offloads for segment in self.plan)
-    return loops.scan(body, length, self.param_axis, unroll_stages=offloads, **options)
+    return loops.scan(body, length, self.param_axis, source=prefetch.from_host if ahead else None,
+                      unroll_stages=offloads, **options)
 
   @nn.nowrap
   def _is_split(self, name: str) -> bool:
@@ -231,10 +238,11 @@ class StackedDecoder(nn.Module):
     return () if self.is_initializing() else levels(segment, self.policy(segment.name))
 
   @nn.nowrap
-  def _layer(self, segment: Segment, run: Run, call: Call, rolled: bool, together: bool = False) -> Callable[..., Any]:
+  def _layer(self, segment: Segment, run: Run, call: Call, rolled: bool, ahead: bool = False,
+             together: bool = False) -> Callable[..., Any]:
     """remat(offload_params(layer)), as a function (layer, x, parts, index, args, kwargs) -> (x, output).
 
-    `together`: the parameters of the whole run are fetched around its loop, not here.
+    `ahead`, `together`: the parameters are fetched by a loop around it, or for the whole run around its loop, not here.
     """
     label = f"layer {class_name(run.spec)} in segment {segment.name!r}"
     keep = self.collect_outputs or bool(call.per_layer)
@@ -248,13 +256,14 @@ class StackedDecoder(nn.Module):
     one_layer = self._inside(one_layer, call)
     if self.is_initializing():
       one_layer = lifts.observe(one_layer, functools.partial(call.see, observer.get(), segment, run))
-    if self.offload_params is not False and not together:
+    if self.offload_params is not False and not (ahead or together):
       one_layer = lifts.offload_params(one_layer, functools.partial(self._ask, call), store=True)
     policy = self.policy(segment.name)
     # Layer by layer over lists there is no loop that `levels` or `every` could shape: each layer is a region.
     policy = policy.alone if call.listed else policy.within
     split = any(self._is_split(name) for name, _ in segment.axes(run))
-    if (self.offload_params is not False or split) and not policy.remat and self.policy(segment.name).every == 1:
+    fetched = split or (self.offload_params is not False and not ahead)
+    if fetched and not policy.remat and self.policy(segment.name).every == 1:
       policy = RematPolicy(base=lifts.all_but_fetched)  # without any remat, the fetched copies would be kept as well
     one_layer = lifts.remat(one_layer, policy, prevent_cse=not rolled, tag=together or split)
     # The stack's own key, before any segment's or layer's name is folded in, is the same for all of them.
@@ -267,13 +276,13 @@ class StackedDecoder(nn.Module):
     keys = {s: key for s, key in self.scope.rngs.items() if s not in self.shared_rngs}
     parts, index = call.cut(segment, listed=True)
     outputs = []
-    for step, of_step in enumerate(_split(keys, segment.length)):
+    for step, of_step in enumerate(loops.split_keys(keys, segment.length)):
       in_step = [tree[step] if segment.length > 1 else tree for tree in (parts, index)]
       of_runs = {}
       for run in segment.runs:
         in_run = [tree[run.name] if segment.is_cycle else tree for tree in in_step]
         results = []
-        for i, own in enumerate(_split(of_step, run.count)):
+        for i, own in enumerate(loops.split_keys(of_step, run.count)):
           own = {s: LazyRng.create(key, *segment.path(run)) for s, key in own.items()}
           body = lifts.with_rngs(self._layer(segment, run, call, rolled=False), own)
           layer = build(run.spec, f"{segment.name}_{step * len(segment.block) + run.offset + i}")
@@ -338,11 +347,3 @@ def _hidden_and_output(x: Any, result: Any, label: str) -> tuple[Any, Any]:
       raise ValueError(f"{label} returned a tuple of {len(result)}; a layer returns hidden states, or (hidden states, output)")
     hidden, output = result
   return check_carry(x, hidden, label), output
-
-
-def _split(keys: dict[str, Any], count: int) -> list[dict[str, Any]]:
-  """The keys that a loop of `count` layers hands to each; one layer is no loop."""
-  if count == 1:
-    return [keys]
-  split = {s: loops.split_key(key, count) for s, key in keys.items()}
-  return [jax.tree.map(lambda key: key[i], split) for i in range(count)]

@@ -42,6 +42,7 @@ def check_stack(stack: Any) -> None:
   _check_layers(stack)
   _check_policies(stack)
   _check_offload(stack)
+  _check_prefetch(stack)
   _check_names(stack)
   _check_arguments(stack)
 
@@ -113,6 +114,25 @@ def _check_offload(stack: Any) -> None:
   if stack.param_axis != 0:
     raise ValueError(f"offload_params needs param_axis=0, not {stack.param_axis}: along another axis the whole stack would be "
                      "copied to take one layer out of it; restack the checkpoint, or keep the parameters on device")
+
+
+def _check_prefetch(stack: Any) -> None:
+  if not isinstance(stack.prefetch, bool):
+    raise TypeError(f"prefetch must be True or False, not {stack.prefetch!r}")
+  if not stack.prefetch:
+    return
+  if stack.offload_params is False:
+    raise ValueError("prefetch=True has nothing to fetch: the parameters are on the device; set offload_params=True to keep them "
+                     "in host memory, or prefetch=False")
+  for segment in stack.plan:
+    policy = stack.policy(segment.name)
+    if policy.levels is not None or policy.every > 1:
+      option = f"levels={policy.levels}" if policy.levels else f"every={policy.every}"
+      raise ValueError(f"prefetch=True goes from layer to layer in one plain loop, but segment {segment.name!r} has {option}, "
+                       "which makes loops of loops; take a policy without it, or prefetch=False")
+  if not any(segment.length > 1 or (run.count > 1 and stack.inner != "unroll") for segment in stack.plan for run in segment.runs):
+    raise ValueError("prefetch=True fetches for the next step of a loop over layers, and no segment of the plan is one ("
+                     f"{', '.join(segment.name for segment in stack.plan)}); set prefetch=False")
 
 
 def _check_names(stack: Any) -> None:

@@ -1,0 +1,165 @@
+"""Layers whose parameters are fetched while the layer before computes: the numbers, what is kept, and what is fetched when."""
+import functools
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+
+import linen_stack as ls
+from linen_stack import prefetch
+from tests import interpret
+from tests.reference import A, B, PLANS, assert_close, make_variables
+from tests.test_placement import Busy, loss_of, on_host, params_of, placed, products, programs_in, stack_of
+
+X = jax.random.normal(jax.random.key(0), (3, 8))
+CASES = {
+    "none": ("cycle", dict(remat="none")),
+    "full": ("cycle and remainder", dict(remat="full")),
+    "minimal": ("cycle", dict(remat="minimal")),
+    "offloaded": ("homogeneous", dict(remat=ls.RematPolicy("minimal_offloaded", carry="offload"))),
+    "prefix": ("prefix", dict(remat={"dense": "full", "layers": "none"})),
+    "unrolled": ("homogeneous", dict(unroll=2)),
+    "inner unrolled": ("cycle", dict(inner="unroll")),
+}
+
+
+def count(program, name):
+  """How often a program runs an operation on a matrix or more."""
+  times = lambda eqn: eqn.params["length"] if eqn.primitive.name == "scan" else 1
+  of_name = lambda eqn: eqn.primitive.name == name and eqn.outvars[0].aval.ndim > 1
+  return sum(of_name(eqn) + times(eqn) * sum(count(inner, name) for inner in programs_in(eqn.params))
+             for eqn in program.eqns)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_residuals_and_products_are_those_without(case):
+  plan_name, options = CASES[case]
+  params, results = placed(stack_of(plan_name), params_of(plan_name)), []
+  for ahead in (False, True):
+    loss = loss_of(stack_of(plan_name, **options, prefetch=ahead))
+    values = interpret.value_and_grad(loss)(params)
+    kept = sum(row.bytes for row in ls.inspect.residuals(loss, params).rows)
+    results.append((jax.device_get(values), kept, products(jax.make_jaxpr(jax.grad(loss))(params).jaxpr)))
+  assert_close(results[1][0], results[0][0])
+  assert results[1][1] <= results[0][1] and results[1][2] == results[0][2]
+
+
+def test_a_compiled_program_gives_the_same_numbers():
+  params = placed(stack_of("prefix"), params_of("prefix"))
+  results = [jax.jit(jax.value_and_grad(loss_of(stack_of("prefix", prefetch=ahead))))(params) for ahead in (False, True)]
+  assert on_host(results[1][1]) == on_host(params) != set()  # gradients come back to where the parameters are
+  assert_close(*map(jax.device_get, results))
+
+
+@pytest.mark.parametrize("remat", ["none", "full", "minimal"])
+@pytest.mark.parametrize("length", [2, 5])
+def test_each_layer_is_fetched_once_forward_and_once_backward(length, remat):
+  stack = ls.StackedDecoder(ls.Plan.homogeneous(B, length), remat=remat, offload_params=0, prefetch=True)
+  params = nn.unbox(make_variables(stack, X))["params"]
+  matrices = sum(x.ndim > 2 for x in jax.tree.leaves(params))
+  params = placed(stack, params)
+  loss = loss_of(stack)
+  fetched = lambda fn: count(jax.make_jaxpr(fn)(params).jaxpr, "device_put")
+  # Its gradient goes to the host once.
+  assert (fetched(loss), fetched(jax.grad(loss))) == (matrices * length, 3 * matrices * length)
+
+
+def test_dropout_arguments_and_collections():
+  plan = ls.Plan.homogeneous(ls.LayerSpec(Busy, "busy"), 1, "first") + ls.Plan.homogeneous(ls.LayerSpec(Busy, "busy"), 3)
+  mutable = ["batch_stats", "cache", "intermediates"]
+  results = []
+  for ahead in (False, True):
+    stack = ls.StackedDecoder(plan, offload_params=0, prefetch=ahead)
+    variables = make_variables(stack, X)
+    params = placed(stack, nn.unbox(variables.pop("params")))
+
+    def loss(params, x, stack=stack, variables=variables):
+      y, changed = stack.apply({"params": params, **variables}, x, mutable=mutable)
+      return (y ** 2).sum() + sum(map(jnp.sum, jax.tree.leaves(changed["intermediates"]))), changed
+
+    results.append(interpret.run(jax.value_and_grad(loss, (0, 1), has_aux=True), params, X))
+    Busy.traces = 0
+    jax.make_jaxpr(lambda x: stack.apply({"params": params, **variables}, x, mutable=mutable))(X)
+    assert Busy.traces == 2
+  assert_close(*map(jax.device_get, results))
+
+
+def test_keys_masks_and_shared_arguments():
+  """Dropout draws the same masks; a mask that all layers see gets the sum of its gradients."""
+  dropped = ls.LayerSpec(A.cls, "dropped", **{**A.kwargs, "dropout": 0.5})
+  mask, results = jnp.linspace(0.5, 1.5, 8), []
+  for ahead in (False, True):
+    stack = ls.StackedDecoder(ls.Plan.homogeneous(dropped, 3), remat="full", offload_params=0, prefetch=ahead)
+    params = placed(stack, nn.unbox(make_variables(stack, X))["params"])
+
+    def loss(params, x, mask, stack=stack):
+      keys = {"dropout": jax.random.key(1)}
+      return (stack.apply({"params": params}, x, mask, deterministic=False, rngs=keys) ** 2).sum()
+
+    results.append(interpret.run(jax.value_and_grad(loss, (0, 1, 2)), params, X, mask))
+  assert_close(*map(jax.device_get, results))
+
+
+def test_weights_and_what_is_made_of_them_alone_are_not_kept():
+  """Not even in another dtype, under a policy that keeps everything."""
+  weights = placed_matrices(4, 6)
+  body = lambda x, w: (jnp.sin(x @ w.astype(jnp.bfloat16) * jnp.cos(jnp.arange(6.))), None)
+  scan = lambda weights, x: prefetch.scan(body, x, weights, prefetch_all, length=4)[0].sum()
+  x = jnp.ones((3, 6))
+  program = jax.make_jaxpr(jax.grad(scan))(weights, x).jaxpr
+  stacked = {var.aval.shape for eqn in program.eqns if eqn.primitive.name == "scan" for var in eqn.outvars}
+  assert (4, 3, 6) in stacked  # what the sine needs
+  of_weights = [(eqn, var) for eqn in program.eqns if eqn.primitive.name == "scan" for var in eqn.outvars
+                if var.aval.shape == (4, 6, 6)]
+  assert len(of_weights) == 1  # the gradient
+
+
+def placed_matrices(length, width):
+  host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+  return jax.device_put(jax.random.normal(jax.random.key(0), (length, width, width)), host)
+
+
+def prefetch_all(path, leaf):
+  return prefetch.Source()
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_states_that_are_no_floats_and_results_of_each_layer(length):
+  weights = placed_matrices(length, 4)
+  scale = jnp.float32(1.5)
+
+  def body(state, x):
+    (i, y), (w, b) = state, x
+    y = jnp.tanh(y @ w + b) * scale
+    return (i + 1, y), {"index": i, "sum": y.sum()}
+
+  def loss(scan, weights, b, x):
+    (i, y), ys = scan(body, (jnp.int32(0), x), (weights, b), length)
+    return (y ** 2).sum() + (ys["sum"] ** 2).sum(), (i, ys["index"])
+
+  one_of = lambda path, leaf: prefetch.Source() if path[0].idx == 0 else None
+  ahead = lambda body, state, xs, length: prefetch.scan(body, state, xs, one_of, length=length)
+  moved = lambda x: jax.device_put(x, jax.memory.Space.Device)
+  plain = lambda body, state, xs, length: jax.lax.scan(lambda s, x: body(s, (moved(x[0]), x[1])), state, xs, length=length)
+  args = weights, jnp.linspace(-1.0, 1.0, length * 4).reshape(length, 4), jnp.ones((2, 4))
+  results = [interpret.value_and_grad(functools.partial(loss, scan), has_aux=True)(*args) for scan in (plain, ahead)]
+  assert_close(*map(jax.device_get, results))
+
+
+def stack_with(plan="homogeneous", **options):
+  return ls.StackedDecoder(PLANS[plan], **{"prefetch": True, "offload_params": True, **options})
+
+
+@pytest.mark.parametrize("make, error, words", [
+    (lambda: stack_with(offload_params=False), ValueError, "nothing to fetch.*set offload_params=True"),
+    (lambda: stack_with(prefetch="yes"), TypeError, "prefetch must be True or False, not 'yes'"),
+    (lambda: stack_with(remat=ls.RematPolicy(every=2)), ValueError, "segment 'layers' has every=2"),
+    (lambda: stack_with(remat=ls.RematPolicy(levels=(2, 2))), ValueError, r"segment 'layers' has levels=\(2, 2\)"),
+    (lambda: stack_with("one layer"), ValueError, "no segment of the plan is one .*set prefetch=False"),
+    (lambda: ls.scan(lambda layer, x: (x, None), 4, source=prefetch.from_host, reverse=True), ValueError, "not with reverse"),
+    (lambda: ls.static_unroll(lambda layer, x: (x, None), 4, source=prefetch.from_host), TypeError, "takes no source"),
+])
+def test_what_cannot_be(make, error, words):
+  with pytest.raises(error, match=words):
+    make()
