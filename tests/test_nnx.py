@@ -161,30 +161,32 @@ def test_captured_values_come_out_stacked():
   assert np.isfinite(y).all() and not hasattr(model.layers.a, "__captures__")
 
 
-def scan_outputs(rank):
-  """Shapes and bytes of what the loops of a call give out, and the shapes of the stacked parameters."""
+def outputs(rank):
+  """Of a call and its loops: the shapes that loops give out, their bytes and the program's, the shapes of parameters."""
   model = filled(abstract(ls.Plan.cycle([ls.LayerSpec(Stateful, "a", rank=rank)] * 2 + [ls.LayerSpec(Stateful, "b")], 6)))
   graph, state = nnx.split(model)
 
   def call(state, x):
     model = nnx.merge(graph, state, copy=True)
-    return model(x), nnx.split(model, nnx.Param, ...)[1:]
+    return model(x), nnx.state(model)
 
   program = jax.make_jaxpr(call)(state, X).jaxpr
-  outs = [var.aval for eqn in equations(program) if eqn.primitive.name == "scan" for var in eqn.outvars]
-  shapes = {leaf.get_value().shape for _, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
-  outer = [eqn for eqn in program.eqns if eqn.primitive.name == "scan"]
-  return {out.shape for out in outs}, sum(v.aval.size * v.aval.dtype.itemsize for eqn in outer for v in eqn.outvars), shapes
+  in_bytes = lambda variables: sum(var.aval.size * var.aval.dtype.itemsize for var in variables)
+  shapes = {var.aval.shape for eqn in equations(program) if eqn.primitive.name == "scan" for var in eqn.outvars}
+  outer = [var for eqn in program.eqns if eqn.primitive.name == "scan" for var in eqn.outvars]
+  params = {leaf.get_value().shape for _, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+  return shapes, in_bytes(outer), in_bytes(program.outvars), params
 
 
 def test_no_parameter_leaves_the_loop_and_adapters_are_all_that_is_added():
-  plain, base_bytes, params = scan_outputs(0)
+  plain, from_loops, from_program, params = outputs(0)
   kernels = {shape for shape in params if shape[-2:] == (WIDTH, WIDTH)}
   assert kernels and not kernels & plain
-  adapted, all_bytes, _ = scan_outputs(8)
+  adapted, from_adapted_loops, from_adapted_program, _ = outputs(8)
   assert not kernels & adapted
-  streams = 4 * 4  # the counter of each layer's own stream, from which the adapters were made
-  assert all_bytes - base_bytes == 4 * 4 * (WIDTH * 8 + 8 * WIDTH) + streams
+  adapters = 4 * 4 * (WIDTH * 8 + 8 * WIDTH)  # of four layers, four bytes a number
+  assert from_adapted_program - from_program == adapters
+  assert from_adapted_loops - from_loops == adapters + 4 * 4  # and the counters of the streams that they were made from
 
 
 def test_objects_and_arrays_that_no_layer_changes_stay_the_very_ones():

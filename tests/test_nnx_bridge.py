@@ -64,6 +64,9 @@ def test_stacked_axes_of_bridged_layers_have_names(bridge, axis, kernel, gain):
   program = jax.make_jaxpr(lambda variables: stack.apply(variables, X, mutable=["batch_stats"])[0])(variables)
   shapes = {box.value.shape for path, box in made.items() if path.endswith("kernel")}
   assert not shapes & {var.aval.shape for eqn in program.jaxpr.eqns if eqn.primitive.name == "scan" for var in eqn.outvars}
+  one, flat = ls.convert.unstack(variables, stack)[0], ls.convert.restack(variables, stack, stack.clone(param_axis=0))
+  assert boxes(one)["params/linear/kernel"].metadata["out_sharding"] == ("embed", "mlp")
+  assert boxes(flat)["params/layers/a/linear/kernel"].metadata["out_sharding"] == ("layers", "a", "embed", "mlp")
   wrong = jax.tree.map(lambda leaf: leaf.replace(metadata={**leaf.metadata, "out_sharding": ("x",) * leaf.value.ndim})
                        if is_box(leaf) else leaf, variables, is_leaf=is_box)
   with pytest.raises(ValueError, match="should be named 'layers'"):

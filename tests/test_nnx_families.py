@@ -53,7 +53,9 @@ def test_trees_of_other_layouts(family, options):
 
 
 def primitives(fn, *args):
-  return collections.Counter(eqn.primitive.name for eqn in equations(jax.make_jaxpr(fn)(*args).jaxpr))
+  """How often each operation is in a program; remat with the flag that keeps it apart from the code around it."""
+  name = lambda eqn: f"{eqn.primitive.name} {eqn.params['prevent_cse']}" if "prevent_cse" in eqn.params else eqn.primitive.name
+  return collections.Counter(map(name, equations(jax.make_jaxpr(fn)(*args).jaxpr)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
