@@ -16,6 +16,7 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 
 import linen_stack as ls  # noqa: E402
+from linen_stack import sharding  # noqa: E402
 from linen_stack.models.decoder import DecoderLayer  # noqa: E402
 from linen_stack.placement import with_shardings  # noqa: E402
 
@@ -66,7 +67,7 @@ class Program:
     batched = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     self.example = jnp.zeros((1, 8, width), jnp.bfloat16)
     boxed = jax.eval_shape(self.stack.init, jax.random.key(0), self.example)["params"]
-    rules = [("embed", "data" if devices > 1 else None)]
+    rules = [("embed", "data" if devices > 1 else None), *((axis, None) for axis in sharding.AXES if axis != "embed")]
     self.shardings = ls.host_shardings(self.stack, boxed, mesh, rules=rules)
     self.params = with_shardings(nn.unbox(boxed), self.shardings)
     self.opt_shardings = ls.host_shardings(self.stack, jax.eval_shape(TX.init, boxed), mesh, rules=rules)
