@@ -153,6 +153,53 @@ def test_bare_arrays_and_lists_of_variables():
   assert model.layers.parts[1].shape == (2, 2) and (model.layers.rates == jnp.arange(3.0)).all()
 
 
+class Grown(nnx.Module):
+  """Becomes another module when it is called first: attributes come and go."""
+
+  def __init__(self, *, rngs):
+    self.old, self.rngs, self.calls = nnx.Param(jnp.ones((2,))), rngs, 0
+
+  def __call__(self, x):
+    self.calls += 1
+    if hasattr(self, "old"):
+      del self.old
+      self.parts = nnx.List([nnx.LoRA(WIDTH, 2, WIDTH, rngs=self.rngs)])
+      self.table = nnx.data({"k": jnp.ones((3,))})
+    return x + self.parts[0](x)
+
+
+@pytest.mark.parametrize("options", [{}, {"unroll": 3}], ids=str)
+def test_what_a_call_makes_of_a_layer_lasts(options):
+  model = filled(abstract(ls.Plan.homogeneous(ls.LayerSpec(Grown), 3), **options))
+  _, after = called(model, X, run=lambda model, x: model(model(x)))
+  layers = after.layers
+  assert not hasattr(layers, "old") and layers.table["k"].shape == (3, 3) and layers.calls == 2
+  assert layers.parts[0].lora_a.shape == (3, WIDTH, 2) and hasattr(model.layers, "old")
+
+
+class Outer(nnx.Module):
+  """Holds layers of its own."""
+
+  def __init__(self, *, rngs):
+    self.inner = ls.nnx.ScannedLayers(plan_of("aa"), rngs=rngs)
+
+  def __call__(self, x):
+    return self.inner(x)
+
+
+def test_inside_of_other_modules():
+  """Of Linen's, of NNX's, and as a layer of another `ScannedLayers`."""
+  linen = nnx.bridge.to_linen(ls.nnx.ScannedLayers, plan_of("aab"))
+  variables = jax.eval_shape(lambda key: linen.init({"params": key}, X), jax.random.key(0))
+  shapes = lambda tree: jax.tree.map(lambda x: x.shape, nn.unbox(tree))
+  assert shapes(variables) == shapes(jax.eval_shape(ls.StackedDecoder(plan_of("aab", Twin)).init, jax.random.key(0), X))
+  assert jax.eval_shape(linen.apply, variables, X).shape == X.shape
+  nested = filled(abstract(ls.Plan.homogeneous(ls.LayerSpec(Outer), 3)))
+  kernel = nested.layers.inner.layers.up.kernel
+  assert kernel.shape == (3, 2, WIDTH, 3) and kernel.get_metadata("out_sharding") == ("layers", "layers", "embed", "mlp")
+  assert called(nested, X)[0].shape == X.shape
+
+
 def test_captured_values_come_out_stacked():
   model = filled(abstract(ls.Plan.cycle(CYCLE, 7)))
   (y, found), model = called(model, X, run=lambda model, x: nnx.capture(model, nnx.Intermediate)(x))

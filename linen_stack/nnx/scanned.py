@@ -70,7 +70,7 @@ class ScannedLayers(nnx.Module):
       options["remat"] = nn.FrozenDict(options["remat"])
     shared = tuple(options.pop("shared_rngs", ()))
     self.plan = plan
-    self.stack = StackedDecoder(hosted.hosted(plan), **options)
+    self.stack = StackedDecoder(hosted.hosted(plan), **options, parent=None)  # whatever Linen module it is made in
     for path in self._paths():
       if hasattr(nnx.Module, path[-1]) or path[-1] in ("plan", "stack"):
         raise ValueError(f"a segment or run is named {path[-1]!r}, as an attribute of the module is; give it another name")
@@ -87,7 +87,7 @@ class ScannedLayers(nnx.Module):
     session = Session(hosted.make)
     maker = StackedDecoder(
         hosted.hosted(self.plan, session, called=False), remat="none", scan=self.stack.scan, param_axis=self.stack.param_axis,
-        offload_params=self.stack.offload_params, shared_rngs=shared)
+        offload_params=self.stack.offload_params, shared_rngs=shared, parent=None)
     made = maker.init({stream: rngs[stream]() for stream in rngs}, jnp.zeros(()))
     for path, axes in self._paths().items():
       record = session.results[path]
@@ -119,7 +119,7 @@ class ScannedLayers(nnx.Module):
     policies = [self.stack.policy(segment.name) for segment in self.plan]
     named = any(policy.names or policy.base is not None for policy in policies)
     session.seen = {} if named and policies not in _checked.get(self.plan, []) else None
-    stack = self.stack.clone(plan=hosted.hosted(self.plan, session))
+    stack = self.stack.clone(plan=hosted.hosted(self.plan, session), parent=None)
     apply = nn.apply(lambda stack: stack(x, *args, **kwargs), stack, mutable=True)
     result, after = apply(variables, rngs=None if rngs is None else {stream: rngs[stream]() for stream in rngs})
     if session.seen is not None:
