@@ -27,6 +27,7 @@ from linen_stack.lifting import (TAKES_SLICES, is_array, lift, lift_transform, l
 from linen_stack.jax_policies import names_first
 from linen_stack.specs import nearest
 from linen_stack.policies import CARRY_TAG, RematPolicy
+from linen_stack.stacked import on_host
 
 
 # Parameters in host memory ----------------------------------------------------------------------------------------------
@@ -84,7 +85,7 @@ def keep_around(layers: Any, policy: RematPolicy) -> Any:
 
 def fetched(tree: Any) -> Any:
   """A tree with all that is in host memory brought to the device."""
-  move = lambda x: jax.device_put(x, jax.memory.Space.Device) if is_array(x) and _on_host(x) else x
+  move = lambda x: jax.device_put(x, jax.memory.Space.Device) if is_array(x) and on_host(x) else x
   return jax.tree.map(move, tree)
 
 
@@ -95,16 +96,12 @@ def all_but_fetched(prim: Any, *_: Any, **__: Any) -> bool:
 
 def _fetch(params: Any, select: Callable[[str, Any], bool] | None) -> Any:
   # A leaf that is in host memory after all has to be fetched to be of any use.
-  wanted = lambda path, leaf: select is None or select(path, leaf) or _on_host(leaf)
+  wanted = lambda path, leaf: select is None or select(path, leaf) or on_host(leaf)
   return _moved(params, wanted, jax.memory.Space.Device)
 
 
 def _store(params: Any, select: Callable[[str, Any], bool] | None) -> Any:
   return _moved(params, lambda path, leaf: select is None or select(path, leaf), jax.memory.Space.Host)
-
-
-def _on_host(x: Any) -> bool:
-  return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
 def _moved(params: Any, wanted: Callable[[str, Any], bool], space: jax.memory.Space) -> Any:

@@ -27,12 +27,16 @@ from jax.extend import core
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from linen_stack.stacked import put_row, strong, take_row
+from linen_stack.stacked import on_host, put_row, strong, take_row
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-  """How rows of a weight come to where layers compute, and their gradients back. Memories are seen to by themselves."""
+  """How rows of a weight come to where layers compute, and their gradients back.
+
+  For weights that are split over devices these are sharding constraints: whole, and split again. What is in host memory is
+  fetched without being told here.
+  """
 
   gather: Callable[[Any], Any] = lambda row: row
   scatter: Callable[[Any], Any] = lambda gradient: gradient
@@ -73,7 +77,8 @@ def scan(body: Callable[..., Any], state: Any, xs: Any, source: Callable[[Any, A
 
 
 def _fetch(sources: Sequence[Source], weights: Sequence[Any], i: Any) -> list[Any]:
-  return [source.gather(jax.device_put(take_row(x, i), jax.memory.Space.Device)) for source, x in zip(sources, weights)]
+  rows = [jax.device_put(take_row(x, i), jax.memory.Space.Device) if on_host(x) else take_row(x, i) for x in weights]
+  return [source.gather(row) for source, row in zip(sources, rows)]
 
 
 def _pipeline(compute: Callable[..., Any], fetch: Callable[[Any], Any], carry: Any, stacks: list[Any], indices: range,
@@ -252,10 +257,6 @@ def _made_of(program: Any, given: list[Any], wanted: Sequence[Any]) -> tuple[lis
       eqns.append(eqn)
   found = list(dict.fromkeys(x for x in wanted if not isinstance(x, core.Literal) and x in known and x not in given))
   return found, core.ClosedJaxpr(jaxpr.replace(invars=given, outvars=found, eqns=eqns), program.consts)
-
-
-def on_host(x: Any) -> bool:
-  return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
 def _is_float(x: Any) -> bool:

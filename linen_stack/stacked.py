@@ -24,6 +24,11 @@ def value(x: Any) -> Any:
   return x.unbox(apply_constraint=False) if isinstance(x, nn.meta.Partitioned) else x.unbox() if is_box(x) else x
 
 
+def on_host(x: Any) -> bool:
+  """Whether an array is in host memory."""
+  return jax.typeof(x).memory_space == jax.memory.Space.Host
+
+
 def to_front(tree: Any, axis: int, length: int, metadata: Mapping[Any, Any], where: str) -> Any:
   """Stacked leaves with their layer axis first, and its name taken out of their boxes.
 

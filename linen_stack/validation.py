@@ -122,8 +122,8 @@ def _check_prefetch(stack: Any) -> None:
   if not stack.prefetch:
     return
   if stack.offload_params is False:
-    raise ValueError("prefetch=True has nothing to fetch: the parameters are on the device; set offload_params=True to keep them "
-                     "in host memory, or prefetch=False")
+    raise ValueError("prefetch=True has nothing to fetch: the parameters are on the device, and those that are split over a mesh "
+                     "are gathered where layers use them; set offload_params=True to keep them in host memory, or prefetch=False")
   for segment in stack.plan:
     policy = stack.policy(segment.name)
     if policy.levels is not None or policy.every > 1:

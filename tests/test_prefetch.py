@@ -4,6 +4,7 @@ import functools
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import pytest
 
 import linen_stack as ls
@@ -145,6 +146,24 @@ def test_states_that_are_no_floats_and_results_of_each_layer(length):
   args = weights, jnp.linspace(-1.0, 1.0, length * 4).reshape(length, 4), jnp.ones((2, 4))
   results = [interpret.value_and_grad(functools.partial(loss, scan), has_aux=True)(*args) for scan in (plain, ahead)]
   assert_close(*map(jax.device_get, results))
+
+
+def test_weights_that_are_split_over_devices_are_gathered_ahead():
+  mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+  at = lambda *axes: NamedSharding(mesh, P(*axes))
+  whole, own = at(), at("data")
+  constrain = jax.lax.with_sharding_constraint
+  source = prefetch.Source(lambda row: constrain(row, whole), lambda gradient: constrain(gradient, own))
+  weights = jax.device_put(jax.random.normal(jax.random.key(0), (3, 8, 8)), at(None, "data"))
+  x = jax.device_put(jnp.ones((4, 8)), at("data"))
+  loops = {"plain": functools.partial(jax.lax.scan, length=3),
+           "ahead": functools.partial(prefetch.scan, source=lambda path, leaf: source, length=3)}
+  results = {}
+  for name, loop in loops.items():
+    loss = lambda weights, x, loop=loop: (loop(lambda x, w: (jnp.tanh(x @ w), None), x, xs=weights)[0] ** 2).sum()
+    results[name] = jax.jit(jax.value_and_grad(loss))(weights, x)
+  assert results["ahead"][1].sharding.is_equivalent_to(weights.sharding, 3)
+  assert_close(*map(jax.device_get, results.values()))
 
 
 def stack_with(plan="homogeneous", **options):
