@@ -103,8 +103,8 @@ def test_state_of_all_kinds_is_kept_in_loops_as_it_is_layer_by_layer():
 
 
 def test_shared_streams_are_the_same_in_all_layers():
-  _, model = called(lambda: ls.nnx.ScannedLayers(
-      ls.Plan.homogeneous(ls.LayerSpec(Keyed), 3), rngs=nnx.Rngs(params=0, noise=1), shared_rngs=("noise",)), run=lambda model: 0)
+  plan, rngs = ls.Plan.homogeneous(ls.LayerSpec(Keyed), 3), lambda: nnx.Rngs(params=0, noise=1)
+  _, model = called(lambda: ls.nnx.ScannedLayers(plan, rngs=rngs(), shared_rngs=("noise",)), run=lambda model: 0)
   keys = jax.random.key_data(model.layers.rngs.noise.key[...])
   assert (keys == keys[0]).all()
   assert not (model.layers.weight[...] == model.layers.weight[0]).all()
@@ -158,9 +158,11 @@ class Grown(nnx.Module):
 
   def __init__(self, *, rngs):
     self.old, self.rngs, self.calls = nnx.Param(jnp.ones((2,))), rngs, 0
+    self.kept = nnx.Variable(jnp.ones((2,)))
 
   def __call__(self, x):
     self.calls += 1
+    self.kept.set_metadata(out_sharding=("norm",))
     if hasattr(self, "old"):
       del self.old
       self.parts = nnx.List([nnx.LoRA(WIDTH, 2, WIDTH, rngs=self.rngs)])
@@ -175,6 +177,7 @@ def test_what_a_call_makes_of_a_layer_lasts(options):
   layers = after.layers
   assert not hasattr(layers, "old") and layers.table["k"].shape == (3, 3) and layers.calls == 2
   assert layers.parts[0].lora_a.shape == (3, WIDTH, 2) and hasattr(model.layers, "old")
+  assert layers.kept.get_metadata("out_sharding") == ("layers", "norm")
 
 
 class Outer(nnx.Module):

@@ -59,6 +59,8 @@ def graft(old: nnx.Module, new: nnx.Module, kept: dict[int, Any]) -> None:
     elif type(ours) is type(theirs) and isinstance(ours, nnx.Variable):
       if changed({"": theirs.get_raw_value()}, {"": ours.get_raw_value()}):
         ours.set_raw_value(theirs.get_raw_value())
+      if ours.get_metadata() != theirs.get_metadata():
+        ours.set_metadata(theirs.get_metadata())
       kept[id(theirs)] = ours
     else:
       ours = theirs
