@@ -223,7 +223,7 @@ def test_memory_in_use_is_told_beside_what_the_compiler_says(monkeypatch):
 
 
 @pytest.mark.parametrize("points", [
-    [], [("one", 2**30, 0.01, True)], [(f"policy {i}", i * 2**28, 0.01 + i * 1e-5, i < 9) for i in range(16)],
+    [], [("minimal_with_context_and_quantization", 2**30, 0.01, True)], [(f"policy {i}", i * 2**28, 0.01 + i * 1e-5, i < 9) for i in range(16)],
     [("fast & <small>", 2**20, 1e-6, True), ("slow", 2**40, 10.0, False)]], ids=len)
 def test_charts_of_any_points(points):
   root = xml.etree.ElementTree.fromstring(html_lib.chart(points, 16 * 2**30))
@@ -233,6 +233,8 @@ def test_charts_of_any_points(points):
   for dot in dots:
     assert 0 <= float(dot.get("cx")) <= width and 0 <= float(dot.get("cy")) <= height
   texts = list(root.iter("{http://www.w3.org/2000/svg}text"))
+  # No label is cut off: letters are six units wide on average.
+  assert all(float(text.get("x")) + 6 * len(text.text) <= width for text in texts if text.get("x") and not text.get("text-anchor"))
   labels = sorted(float(text.get("y")) for text in texts if text.text in [point[0] for point in points])
   assert len(labels) == len(points)
   assert all(later - earlier > 13 for earlier, later in zip(labels, labels[1:])) and all(y < height for y in labels)
