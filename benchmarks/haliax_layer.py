@@ -8,7 +8,7 @@ from typing import Any
 import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
-from haliax.nn.attention import causal_mask, dot_product_attention
+from haliax.nn.attention import causal_mask, dot_product_attention_weights
 import jax
 import jax.numpy as jnp
 
@@ -54,8 +54,9 @@ class Layer(eqx.Module):
     h = self.attention_norm(x).astype(x.dtype)
     query, key = _rotary(self.query(h), pos, dim, 10000.0), _rotary(self.key(h), pos, dim, 10000.0)
     key, value = key.rename({"seq": "keys"}), self.value(h).rename({"seq": "keys"})
-    context = dot_product_attention(keys, dim, query, key, value, mask=causal_mask(pos, keys))
-    x = x + self.out(context.astype(x.dtype))
+    # Scores in float32, as in the reference layer.
+    weights = dot_product_attention_weights(dim, keys, query, key, mask=causal_mask(pos, keys), attention_dtype=jnp.float32)
+    x = x + self.out(hax.dot(weights.astype(x.dtype), value, axis=keys))
     h = self.feed_forward_norm(x).astype(x.dtype)
     return x + self.wo(hnn.silu(self.wi_0(h)) * self.wi_1(h))
 

@@ -12,6 +12,7 @@ import jax
 
 from linen_stack import tags
 
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.-]+ = ", re.MULTILINE)
 _OPERATION = re.compile(r"\b(?:stablehlo|chlo)\.\w+|\bcall @")
 
 
@@ -21,6 +22,11 @@ def sizes(fn: Callable[..., Any], args: Sequence[Any]) -> dict[str, int]:
   text = traced.lower().as_text()
   return {"jaxpr equations": sum(1 for _ in tags.equations(traced.jaxpr.jaxpr)),
           "StableHLO operations": len(_OPERATION.findall(text)), "StableHLO bytes": len(text)}
+
+
+def instructions(compiled: jax.stages.Compiled) -> int:
+  """Instructions of a compiled program, each once."""
+  return len(_INSTRUCTION.findall(compiled.as_text()))
 
 
 def making(makers: Mapping[Any, Callable[[], tuple[Callable[..., Any], Sequence[Any]]]], rounds: int,
@@ -56,19 +62,26 @@ def _make_once(make: Callable[[], tuple[Callable[..., Any], Sequence[Any]]], pha
   return seconds
 
 
-def running(steps: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-  """Seconds per call of steps that are compiled already, a list per contender; in turn, and every other round backwards."""
+_CLOCKS = {"time": time.perf_counter, "processor time": time.process_time}
+
+
+def running(steps: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, dict[str, list[float]]]:
+  """Seconds per call of steps that are compiled already: by clock, a list per contender.
+
+  The contenders run in turn, every other round backwards. On a machine that does other work as well, processor time says more.
+  """
   for step in steps.values():
     jax.block_until_ready(step())
-  times: dict[str, list[float]] = {name: [] for name in steps}
+  times: dict[str, dict[str, list[float]]] = {clock: {name: [] for name in steps} for clock in _CLOCKS}
   for round_ in range(rounds):
     for name in list(steps) if round_ % 2 else list(reversed(steps)):
-      start = time.perf_counter()
+      start = {clock: now() for clock, now in _CLOCKS.items()}
       jax.block_until_ready(steps[name]())
-      times[name].append(time.perf_counter() - start)
+      for clock, now in _CLOCKS.items():
+        times[clock][name].append(now() - start[clock])
   return times
 
 
-def ratios(times: Mapping[str, Sequence[float]], to: str) -> dict[str, float]:
+def ratios(times: Mapping[Any, Sequence[float]], to: Any) -> dict[Any, float]:
   """Median over the rounds of each contender's time divided by that of `to` in the same round."""
   return {name: statistics.median(a / b for a, b in zip(own, times[to])) for name, own in times.items()}

@@ -81,10 +81,10 @@ def worse(now: Iterable[Figure], before: Iterable[Figure]) -> list[str]:
 
 
 def exponents(figures: Iterable[Figure]) -> list[Figure]:
-  """For each measure at several depths the exponent of its growth: 0 is flat, 1 in proportion to the depth."""
+  """For each measure at several depths, ratios left out, the exponent of its growth: 0 is flat, 1 as the depth grows."""
   series: dict[tuple[str, str, str, str], list[tuple[int, float]]] = {}
   for figure in figures:
-    if figure.depth and figure.value > 0:
+    if figure.depth and figure.value > 0 and (figure.exact or figure.unit):
       series.setdefault((figure.benchmark, figure.case, figure.contender, figure.measure), []).append(
           (figure.depth, figure.value))
   fitted = []

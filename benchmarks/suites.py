@@ -51,7 +51,10 @@ def programs(quick: bool) -> Iterator[Figure]:
 
 def _making(layout: str, makers: list[tuple[str, int]], program: str, rounds: int, phases: tuple[str, ...],
             benchmark: str) -> Iterator[Figure]:
-  """Seconds of each phase, and ratios to linen_stack's at the same depth. `makers`: contenders and numbers of layers."""
+  """Seconds of each phase, and ratios to linen_stack's at the same depth and to that of its own at 4 layers.
+
+  `makers`: contenders and numbers of layers.
+  """
   def make(name, layers):
     contender = c.build(name, layout, layers, SMALL)
     if program == "init":
@@ -63,9 +66,14 @@ def _making(layout: str, makers: list[tuple[str, int]], program: str, rounds: in
   for phase in phases:
     for (name, layers), of_phases in times.items():
       yield Figure(benchmark, f"{layout} {program}", name, phase, statistics.median(of_phases[phase]), "s", layers)
+    for name, layers in makers:
+      if layers > 4 and (name, 4) in times:
+        against = {of: times[name, of][phase] for of in (4, layers)}
+        yield Figure(benchmark, f"{layout} {program}", name, f"{phase}, times that of 4 layers",
+                     measures.ratios(against, 4)[layers], "", layers)
     for layers in dict.fromkeys(layers for _, layers in makers):
       of_phase = {name: of_phases[phase] for (name, of), of_phases in times.items() if of == layers}
-      if len(of_phase) > 1:
+      if len(of_phase) > 1 and "linen_stack" in of_phase:
         for name, ratio in measures.ratios(of_phase, "linen_stack").items():
           yield Figure(benchmark, f"{layout} {program}", name, f"{phase}, times linen_stack's", ratio, "", layers)
 
@@ -78,21 +86,22 @@ def trace(quick: bool) -> Iterator[Figure]:
   for layout in ("flat", "nested"):
     for program in ("train step",) if quick else ("forward", "train step", "init"):
       makers = [(name, 32) for name in c.BUILDERS if name != "loop"]
-      yield from _making(layout, makers, program, 3 if quick else 15, ("trace",), "trace")
+      yield from _making(layout, makers, program, 3 if quick else 7, ("trace",), "trace")
 
 
 def depth(quick: bool) -> Iterator[Figure]:
   """Seconds that making a train step takes, against the depth."""
-  depths = (2, 8, 32) if quick else (2, 4, 8, 16, 32, 64, 128)
-  names = ("linen_stack", "expert") if quick else ("linen_stack", "expert", "lax_scan", "haliax")
-  makers = [(name, layers) for layers in depths for name in names]
-  yield from _making("flat", makers, "train step", 1 if quick else 5, PHASES, "depth")
+  depths = (2, 8, 32) if quick else (2, 4, 16, 64, 128)
+  makers = [("linen_stack", layers) for layers in depths]
+  makers += [(name, layers) for layers in (4, 64) if not quick for name in ("expert", "haliax")]
+  yield from _making("flat", makers, "train step", 1 if quick else 2, PHASES, "depth")
   if not quick:
-    yield from _making("flat", [(name, 48) for name in ("linen_stack", "loop")], "train step", 2, PHASES, "depth")
+    makers = [("loop", 2), ("loop", 8), ("loop", 48), ("linen_stack", 48)]
+    yield from _making("flat", makers, "train step", 1, PHASES, "depth")
 
 
 def steps(quick: bool) -> Iterator[Figure]:
-  """Time of a train step on this machine's CPU, as a ratio to linen_stack's."""
+  """A train step on this machine's CPU: instructions of the compiled program, and its time as a ratio to linen_stack's."""
   for layout in ("flat",) if quick else ("flat", "prefixed", "nested"):
     running = {}
     for name in c.BUILDERS:
@@ -100,11 +109,13 @@ def steps(quick: bool) -> Iterator[Figure]:
       if contender is not None:
         x = jax.random.normal(jax.random.key(1), SMALL.x.shape)
         params = jax.jit(contender.init)(jax.random.key(0), x)
-        step = jax.jit(c.train_step(contender, OPTIMIZER))
-        running[name] = functools.partial(step, params, OPTIMIZER.init(params), x)
-    times = measures.running(running, 15 if quick else 60)
-    for name, ratio in measures.ratios(times, "linen_stack").items():
-      yield Figure("steps", f"{layout} train step", name, "time, times linen_stack's", ratio, "", 8)
+        args = (params, OPTIMIZER.init(params), x)
+        step = jax.jit(c.train_step(contender, OPTIMIZER)).lower(*args).compile()
+        yield Figure("steps", f"{layout} train step", name, "compiled instructions", measures.instructions(step), "", 8, True)
+        running[name] = functools.partial(step, *args)
+    for clock, times in measures.running(running, 15 if quick else 100).items():
+      for name, ratio in measures.ratios(times, "linen_stack").items():
+        yield Figure("steps", f"{layout} train step", name, f"{clock}, times linen_stack's", ratio, "", 8)
 
 
 def _token_steps(size: c.Size) -> tuple[dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]], ls.StackedDecoder]:
@@ -140,9 +151,9 @@ def decode(quick: bool) -> Iterator[Figure]:
     body = lambda carry, params, step=step: step(params, *carry)
     tokens = lambda params, *carry, body=body: jax.lax.fori_loop(0, 32, lambda _, carry: body(carry, params), carry)
     running[name] = functools.partial(jax.jit(tokens), own(params), x, caches)
-  times = measures.running(running, 20 if quick else 100)
-  for name, ratio in measures.ratios(times, "loop").items():
-    yield Figure("decode", "a token of 32 on a CPU", name, "time, times the loop's", ratio, "", 8)
+  for clock, times in measures.running(running, 20 if quick else 100).items():
+    for name, ratio in measures.ratios(times, "loop").items():
+      yield Figure("decode", "a token of 32 on a CPU", name, f"{clock}, times the loop's", ratio, "", 8)
   if not quick:
     steps_of, stack = _token_steps(TPU_SMALL)
     x = jax.ShapeDtypeStruct((TPU_SMALL.batch, 1, TPU_SMALL.embed), TPU_SMALL.dtype)
@@ -182,7 +193,7 @@ def tpu(quick: bool) -> Iterator[Figure]:
 
 
 def axes(quick: bool) -> Iterator[Figure]:
-  """Memory of the gradient on a TPU where layers stand on another axis, also with arguments laid out as the compiler chooses."""
+  """Memory of the gradient on a TPU by the axis of the layers, also with arguments laid out as the compiler chooses."""
   for axis, chosen in ((1, True),) if quick else ((0, False), (1, False), (0, True), (1, True)):
     fn, args = _programs(_with_options(TPU_SMALL, param_axis=axis), TPU_SMALL)["gradient"]
     case = f"param axis {axis}" + (", layouts chosen by the compiler" if chosen else "")
@@ -221,7 +232,7 @@ def policies(quick: bool) -> Iterator[Figure]:
   """Memory of the gradient on a TPU, by policy and layout of the parameters."""
   size = TPU_SMALL if quick else TPU
   for case, options in POLICIES.items():
-    if quick and "apart" in case:
+    if quick and case not in ("scan, full remat", "scan, projections offloaded"):
       continue
     fn, args = _programs(_with_options(size, **options), size)["gradient"]
     yield from _tpu_figures("policies", case, "linen_stack", _on_tpu(fn, args))

@@ -1,6 +1,8 @@
 """The benchmarks: contenders compute the same, linen_stack's programs equal an expert's, results are compared as told."""
 import dataclasses
+import functools
 import json
+import re
 import subprocess
 import sys
 
@@ -11,7 +13,7 @@ import optax
 import pytest
 
 from benchmarks import contenders as c
-from benchmarks import measures, results, suites
+from benchmarks import measures, report, results, suites
 import linen_stack as ls
 from tests.reference import assert_close
 
@@ -101,3 +103,38 @@ def test_mistakes_are_told_before_anything_runs(arguments, message):
 
 def test_every_benchmark_has_a_line_of_help():
   assert all(suite.__doc__ and suite.__doc__.endswith(".") for suite in suites.SUITES.values())
+
+
+def test_the_table_of_the_readme_is_made_of_the_kept_results():
+  readme = report.ROOT.joinpath("README.md").read_text(encoding="utf-8")
+  shown = re.search(r"<!-- benchmarks.*?-->\n(.*?)<!-- end of benchmarks -->", readme, re.DOTALL).group(1)
+  assert shown == report.section(report.REFERENCE)
+  for picture in re.findall(r"!\[.*?\]\((benchmarks/.*?)\)", readme):
+    assert report.ROOT.joinpath(picture).is_file()
+
+
+def test_tables_leave_out_what_was_not_measured():
+  rows = report.table([figure(case="flat gradient"), figure(case="flat gradient", contender="loop", value=2000.0)]).splitlines()
+  assert len(rows) == 3 and rows[2] == "| TPU memory in MiB, gradient, 8 layers | 100.00 |  |  |  |  |  | 2,000.00 |"
+
+
+def test_programs_are_made_anew_and_every_phase_is_timed():
+  made = []
+  times = measures.making({"a": lambda: made.append(1) or (jnp.sin, (1.0,))}, 2)
+  assert len(made) == 3 and list(times["a"]) == ["trace", "lowering", "compile"]
+  assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in times["a"].values())
+
+
+def test_steps_take_turns():
+  called = []
+  times = measures.running({name: functools.partial(called.append, name) for name in "ab"}, 2)
+  assert called == ["a", "b", "b", "a", "a", "b"]
+  assert [len(of["a"]) for of in times.values()] == [2, 2]
+
+
+def test_kept_programs_are_no_larger_than_those_of_an_expert():
+  exact = {f.key: f.value for f in results.load(report.REFERENCE) if f.exact and f.benchmark in ("programs", "steps", "tpu")}
+  pairs = [(value, exact[benchmark, case, "expert", measure, layers])
+           for (benchmark, case, name, measure, layers), value in exact.items()
+           if name == "linen_stack" and (benchmark, case, "expert", measure, layers) in exact]
+  assert len(pairs) > 40 and all(own <= other for own, other in pairs)
