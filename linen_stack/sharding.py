@@ -86,8 +86,8 @@ def _no_rule(missing: Mapping[str, str], known: Iterable[str]) -> str:
   listed = ", ".join(f"{name!r} (of {path})" for name, path in missing.items())
   near = [nearest(name, known) for name in missing]
   hint = next((f" {text}" for text in near if text.startswith("did")), "")
-  return (f"rules: no rule for logical ax{'is' if len(missing) == 1 else 'es'} {listed};{hint and f'{hint};'} map each to an axis "
-          "of the mesh, or to None (null in a config) for whole copies on every device")
+  return (f"rules: no rule for logical ax{'is' if len(missing) == 1 else 'es'} {listed};{hint and f'{hint};'} map each to an "
+          "axis of the mesh, or to None (null in a config) for whole copies on every device")
 
 
 def _check_divides(shape: Sequence[int], spec: PartitionSpec, names: Sequence[Any], counted: frozenset[str], mesh: Any,

@@ -8,7 +8,8 @@ A compiler that meets a loop over such an axis gathers the whole stack on every 
         rows = parameters[:, i]                  # [stages, ...]: row s is with the devices of part s, nothing moves
         layer(sum(where(stage == s, rows, 0)))   # one layer's parameters go to all devices
 
-Regions of remat take rows themselves (`lifting.Row`), so that no layer's parameters are kept for the backward pass.
+Regions of remat take rows themselves (`lifting.Row`), so that no layer's parameters are kept for the backward pass. Where a
+policy offloads, the loop over stages is a Python loop: compilers offload from one loop, not from two.
 """
 from __future__ import annotations
 

@@ -88,7 +88,8 @@ def check(plan, rules, **options):
 POLICIES = {"none": "none", "full": "full", "saving": ls.RematPolicy(save=["mlpwi_0"]),
             "offloading": ls.RematPolicy(offload=["mlpwi_0"])}
 OTHERS = {
-    "apart": ("remainder", dict(scan=False, remat="full")), "apart offloading": ("prefix", dict(scan=False, remat=POLICIES["offloading"])),
+    "apart": ("remainder", dict(scan=False, remat="full")),
+    "apart offloading": ("prefix", dict(scan=False, remat=POLICIES["offloading"])),
     "two a step": ("flat", dict(unroll=2)), "inner unrolled": ("nested", dict(inner="unroll")),
     "axis 1": ("nested", dict(param_axis=1)), "axis -1": ("prefix", dict(param_axis=-1, remat="none")),
     "host": ("remainder", dict(offload_params=0)), "host, kept": ("prefix", dict(offload_params=0, remat="none")),
@@ -116,7 +117,8 @@ SPLIT = {
     "remainder": ("remainder", {}, "layers"), "axis 1": ("prefix", dict(param_axis=1), "layers"),
     "two a step": ("flat", dict(unroll=2), "layers"), "every": ("flat", dict(remat=ls.RematPolicy(every=2)), "layers"),
     "runs": ("nested", {}, "a"), "runs kept": ("nested", dict(remat="none"), "a"),
-    "runs unrolled": ("nested", dict(inner="unroll"), "a"), "carry": ("cycle", dict(remat=ls.RematPolicy(carry="offload")), "layers"),
+    "runs unrolled": ("nested", dict(inner="unroll"), "a"),
+    "carry": ("cycle", dict(remat=ls.RematPolicy(carry="offload")), "layers"),
 }
 
 
