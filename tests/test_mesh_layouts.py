@@ -140,9 +140,10 @@ def test_layers_that_do_not_divide_are_named_with_what_would():
   with jax.set_mesh(mesh), nn.logical_axis_rules(rules), pytest.raises(ValueError, match=words):
     jax.eval_shape(loss(stack), params, X)
   levels = ls.StackedDecoder(PLANS["flat"], remat=ls.RematPolicy(levels=(2, 2)))
+  params = nn.unbox(boxed_params("flat", True, 0))  # made outside of the mesh, whoever asks for them first
   with jax.set_mesh(mesh), nn.logical_axis_rules([("layers", "stage")]):
     with pytest.raises(ValueError, match=r"levels=\(2, 2\): the outermost must be a multiple of 4.*\(stage\)"):
-      jax.eval_shape(loss(levels), nn.unbox(boxed_params("flat", True, 0)), X)
+      jax.eval_shape(loss(levels), params, X)
 
 
 def test_layers_in_host_memory_are_not_split():
