@@ -103,7 +103,7 @@ def _pipeline(compute: Callable[..., Any], fetch: Callable[[Any], Any], carry: A
     ahead = fetch(i + indices.step)
     carry, rows = (_apart(layer) if apart else layer)(carry, i, w)
     carry, ahead = jax.lax.optimization_barrier((carry, ahead))
-    return (carry, send(there, rows, i), ahead if unroll > 1 else _copied(ahead, w, i)), None
+    return (carry, send(there, rows, i), ahead if unroll > 1 or indices.step < 0 else _copied(ahead, w, i)), None
 
   here, there = ([x for x, host in zip(stacks, away) if host == where] for where in (False, True))
   # Not before the carry is there: the backward pass's first weights would be on the device all through the forward pass.
@@ -136,7 +136,8 @@ def _copied(new: Any, old: Any, i: Any) -> Any:
 
   What a loop carries has one buffer. Weights that were fetched straight into it would have to wait until the layer is done
   with its own. A choice that the compiler cannot foresee is a copy that it cannot leave out, so the fetch gets a buffer of
-  its own. Unrolled loops need none: their steps take turns with two buffers.
+  its own. Unrolled loops need none: their steps take turns with two buffers. Nor do backward loops: a layer's last products
+  need none of its weights, so that the next one's come meanwhile, and the copy would take room.
   """
   return jax.tree.map(lambda a, b: jax.lax.select(jnp.broadcast_to(i >= 0, a.shape), a, b), new, old)
 

@@ -78,7 +78,7 @@ class StackedDecoder(nn.Module):
 
   prefetch: bool = False
   """With `offload_params`: fetch a layer (of a cycle: a repeat) while its predecessor computes, backward its successor, at
-  the price of the room for up to two more. Reverse-mode derivatives alone."""
+  the price of the room for up to three and a half more. Reverse-mode derivatives alone."""
 
   collect_outputs: bool = False
   """Also return what the layers return beside the hidden states, stacked in layer order [layers, ...]. False: such outputs

@@ -17,6 +17,7 @@ import optax  # noqa: E402
 
 import linen_stack as ls  # noqa: E402
 from linen_stack import sharding  # noqa: E402
+from linen_stack.inspect.overlap import overlap  # noqa: E402
 from linen_stack.models.decoder import DecoderLayer  # noqa: E402
 from linen_stack.placement import with_shardings  # noqa: E402
 
@@ -118,13 +119,15 @@ def sizes(program="grad", **options):
   if program == "vectors":
     return {"temp": Vectors(**options).forward().compile().memory_analysis().temp_size_in_bytes}
   made = Program(**options)
-  memory = getattr(made, program)().compile().memory_analysis()
+  compiled = getattr(made, program)().compile()
+  memory, bodies = compiled.memory_analysis(), overlap(compiled.as_text()) if options.get("prefetch") else ()
   device, host = ({name: getattr(memory, f"{where}{name}_size_in_bytes") for name in ("argument", "output", "alias", "temp")}
                   for where in ("", "host_"))
   peak = device["argument"] + device["output"] - device["alias"] + device["temp"]
   return {"temp": device["temp"], "args": device["argument"], "peak": peak, "host_temp": host["temp"],
           "host_args": host["argument"], "host_out": host["output"], "host_alias": host["alias"],
-          "params": size_of(made.params), "layer": size_of(made.params) // made.stack.plan.num_layers}
+          "hidden": [body.hidden for body in bodies], "params": size_of(made.params),
+          "layer": size_of(made.params) // made.stack.plan.num_layers}
 
 
 if __name__ == "__main__":

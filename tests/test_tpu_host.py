@@ -13,6 +13,7 @@ BUSY = dict(batch=8, seq=256)  # values that are kept outweigh parameters
 CASES = {
     "resident": dict(WIDE),
     "gradients": dict(WIDE, offload_params=True),
+    "ahead": dict(WIDE, offload_params=True, prefetch=True),
     "step": dict(WIDE, offload_params=True, program="step"),
     "init": dict(width=1024, offload_params=True, program="init"),
     "prefix step": dict(plan="prefix", offload_params=True, program="step"),
@@ -48,6 +49,13 @@ def test_the_device_holds_few_parameters_at_a_time(sizes):
   assert resident["args"] >= host["params"] and host["host_args"] >= 0.99 * host["params"]
   assert host["args"] <= 0.05 * host["params"]
   assert host["temp"] <= resident["temp"] + 3 * host["layer"]
+
+
+def test_the_next_layer_is_fetched_while_one_computes(sizes):
+  """Forward and backward."""
+  ahead, host = sizes["ahead"], sizes["gradients"]
+  assert ahead["hidden"] == [True, True]
+  assert ahead["temp"] <= host["temp"] + 2 * host["layer"]
 
 
 def test_a_whole_train_step_takes_less_than_the_parameters(sizes):
