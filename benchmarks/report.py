@@ -29,11 +29,7 @@ def _count(value: float) -> str:
   return f"{value:,.0f}"
 
 
-def _ratio(value: float) -> str:
-  return f"{value:,.2f}"
-
-
-def _mebibytes(value: float) -> str:
+def _hundredths(value: float) -> str:
   return f"{value:,.2f}"
 
 
@@ -41,17 +37,17 @@ def _mebibytes(value: float) -> str:
 ROWS: tuple[tuple[str, tuple[str, str, str, int | None], Callable[[float], str]], ...] = (
     ("StableHLO operations, 8 layers", ("programs", "flat train step", "StableHLO operations", None), _count),
     ("the same, a loop in a loop", ("programs", "nested train step", "StableHLO operations", None), _count),
-    ("tracing, 32 layers", ("trace", "flat train step", "trace, times linen_stack's", 32), _ratio),
-    ("the same, a loop in a loop", ("trace", "nested train step", "trace, times linen_stack's", 32), _ratio),
-    ("the same, forward", ("trace", "flat forward", "trace, times linen_stack's", 32), _ratio),
-    ("the same, init", ("trace", "flat init", "trace, times linen_stack's", 32), _ratio),
-    ("tracing, 48 layers", ("depth", "flat train step", "trace, times linen_stack's", 48), _ratio),
-    ("compiling, 48 layers", ("depth", "flat train step", "compile, times linen_stack's", 48), _ratio),
-    ("compiling, 64 layers", ("depth", "flat train step", "compile, times linen_stack's", 64), _ratio),
-    ("processor time of a step, 8 layers", ("steps", "flat train step", "processor time, times linen_stack's", 8), _ratio),
-    ("the same, a loop in a loop", ("steps", "nested train step", "processor time, times linen_stack's", 8), _ratio),
-    ("TPU memory in MiB, gradient, 8 layers", ("tpu", "flat gradient", "temp", 8), _mebibytes),
-    ("the same, a loop in a loop", ("tpu", "nested gradient", "temp", 8), _mebibytes),
+    ("tracing, 32 layers", ("trace", "flat train step", "trace, times linen_stack's", 32), _hundredths),
+    ("the same, a loop in a loop", ("trace", "nested train step", "trace, times linen_stack's", 32), _hundredths),
+    ("the same, forward", ("trace", "flat forward", "trace, times linen_stack's", 32), _hundredths),
+    ("the same, init", ("trace", "flat init", "trace, times linen_stack's", 32), _hundredths),
+    ("tracing, 48 layers", ("depth", "flat train step", "trace, times linen_stack's", 48), _hundredths),
+    ("compiling, 48 layers", ("depth", "flat train step", "compile, times linen_stack's", 48), _hundredths),
+    ("compiling, 64 layers", ("depth", "flat train step", "compile, times linen_stack's", 64), _hundredths),
+    ("processor time of a step, 8 layers", ("steps", "flat train step", "processor time, times linen_stack's", 8), _hundredths),
+    ("the same, a loop in a loop", ("steps", "nested train step", "processor time, times linen_stack's", 8), _hundredths),
+    ("TPU memory in MiB, gradient, 8 layers", ("tpu", "flat gradient", "temp", 8), _hundredths),
+    ("the same, a loop in a loop", ("tpu", "nested gradient", "temp", 8), _hundredths),
 )
 
 

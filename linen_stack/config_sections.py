@@ -8,7 +8,7 @@ import typing
 from typing import Any
 
 from linen_stack import config_reader as reader
-from linen_stack.sharding import FSDP
+from linen_stack.sharding import FSDP, as_tuple
 from linen_stack.specs import nearest
 from linen_stack.stack import StackedDecoder
 
@@ -163,7 +163,7 @@ class MeshConfig:
       _require(size >= 1 or size == -1, f"mesh.axes.{name} must be at least 1, or -1 for what is left, not {size}")
     _require(list(self.axes.values()).count(-1) <= 1, "mesh.axes: only one axis can be -1")
     for name, over in self.rules.items():
-      for axis in (over,) if isinstance(over, str) else over or ():
+      for axis in as_tuple(over):
         _require(axis in self.axes, f"mesh.rules.{name}: {axis!r} is no axis of mesh.axes; {nearest(axis, self.axes)}")
 
 

@@ -13,7 +13,6 @@ be told from one that is stacked, and there is no Python loop over stacked varia
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-import functools
 import inspect
 from typing import Any
 

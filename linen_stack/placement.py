@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping
 import dataclasses
 from typing import Any
 
-from flax import linen as nn
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 

@@ -222,7 +222,8 @@ class RematPolicy:
   def saved(self) -> RematPolicy:
     """The same policy with all that it offloads saved on the device: for devices that lack the memory, and to compare."""
     if jax_policies.offloads(self.base):
-      raise ValueError(f"base {called(self.base)} offloads by itself; give a base that saves, such as dots_with_no_batch_dims_saveable")
+      raise ValueError(f"base {jax_policies.called(self.base)} offloads by itself; give a base that saves, such as "
+                       "dots_with_no_batch_dims_saveable")
     return dataclasses.replace(self, preset=None, save=self.names, offload=(), carry="save", offload_dst=_HOST)
 
   @property

@@ -97,7 +97,7 @@ def add_axis(box: Any, at: int, metadata: Mapping[Any, Any]) -> Any:
 def remove_axis(box: Any, at: int, metadata: Mapping[Any, Any], path: str) -> Any:
   """The inverse of `add_axis`. Raises ValueError where the axis has another name."""
   names = names_of(box)
-  rest = names and unnamed(names, at, metadata.get(nn.PARTITION_NAME), path)
+  rest = None if names is None else unnamed(names, at, metadata.get(nn.PARTITION_NAME), path)
   box = box.remove_axis(at, metadata)
   return box if names is None else _renamed(box, rest)
 

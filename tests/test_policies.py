@@ -692,3 +692,9 @@ def test_apply_does_not_check():
 def test_a_single_layer_is_checked_as_well():
   with pytest.raises(ValueError, match="did you mean 'context'?"):
     abstract(ls.StackedDecoder(ls.Plan.homogeneous(ls.LayerSpec(TaggedLayer), 1), remat=P(save=["contxt"])))
+
+
+def test_a_base_that_offloads_by_itself_has_no_saved_form():
+  base = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+  with pytest.raises(ValueError, match="offload_dot_with_no_batch_dims.* offloads by itself; give a base that saves"):
+    _ = ls.RematPolicy(base=base).saved

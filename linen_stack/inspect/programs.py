@@ -1,7 +1,7 @@
 """Programs to be compiled elsewhere: a function, its arguments as shapes, and how both lie on a mesh that is only named."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import dataclasses
 import math
@@ -21,7 +21,6 @@ from linen_stack.inspect.watch import Watch, watching
 from linen_stack.sharding import Rules
 from linen_stack.stack import StackedDecoder
 from linen_stack.validation import HOST
-
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +168,7 @@ def _place(leaf: Any, spec: Any, mesh: AbstractMesh, what: str) -> Any:
   if len(spec) > len(leaf.shape):
     raise ValueError(f"shardings: {what} of shape {list(leaf.shape)} has fewer dimensions than {spec}")
   for dim, axes in enumerate(spec):
-    axes = (axes,) if isinstance(axes, str) else axes or ()
+    axes = sharding.as_tuple(axes)
     for axis in axes:
       if axis not in mesh.axis_names:
         raise ValueError(f"shardings: {what}: {axis!r} is no axis of the mesh; its axes are {', '.join(mesh.axis_names)}")

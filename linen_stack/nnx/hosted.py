@@ -22,7 +22,7 @@ from flax.linen.module import _context
 import jax
 
 from linen_stack.calls import class_name
-from linen_stack.lifting import is_array
+from linen_stack.lifting import split_static
 from linen_stack.plan import Plan, Segment
 from linen_stack.specs import LayerSpec
 from linen_stack.tags import tagged_names
@@ -183,12 +183,10 @@ def _store(host: Host, layer: nnx.Module, before: nnx.GraphDef | None = None) ->
 
 def _tags(record: Record, values: Mapping[Path, Any], *call: Any) -> set[str]:
   """The names that a layer tags values with."""
-  leaves, treedef = jax.tree.flatten((values, call))
-  arrays = [leaf for leaf in leaves if is_array(leaf)]
+  arrays, rebuild = split_static((values, call))
 
   def program(arrays):
-    given = iter(arrays)
-    values, (x, args, kwargs) = treedef.unflatten([next(given) if is_array(leaf) else leaf for leaf in leaves])
+    values, (x, args, kwargs) = rebuild(arrays)
     with _outside_of_linen():
       record.layer(values)(x, *args, **kwargs)
 
