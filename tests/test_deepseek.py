@@ -204,14 +204,14 @@ ATTENTION_TAGS = {"decoder_layer_input", "query_wa_proj", "mla_q", "query_proj",
 
 
 @pytest.mark.parametrize("options, tags", [
-    (dict(mlp=8), {"mlpwi_0", "mlpwi_1", "mlpwo"}),
-    (dict(moe={**EXPERTS, "shared_hidden": None}), {"moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo", "moe_routing"}),
+    (dict(mlp=8), ("mlpwi_0", "mlpwi_1", "mlpwo")),
+    (dict(moe={**EXPERTS, "shared_hidden": None}), ("moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo", "moe_routing")),
 ], ids=["dense", "moe"])
 def test_tags_and_logical_axes(options, tags):
   layer, variables, x = layer_and_variables(**options)
   jaxpr = jax.make_jaxpr(layer.apply)(variables, x).jaxpr
   names = [eqn.params["name"] for eqn in equations(jaxpr) if eqn.primitive.name == "name"]
-  assert sorted(names) == sorted(ATTENTION_TAGS | tags) and tagged_names(jaxpr) == ATTENTION_TAGS | tags
+  assert sorted(names) == sorted([*ATTENTION_TAGS, *tags]) and tagged_names(jaxpr) == {*ATTENTION_TAGS, *tags}
   boxed = jax.eval_shape(layer.init, jax.random.key(0), x)["params"]
   for leaf in jax.tree.leaves(boxed, is_leaf=lambda leaf: isinstance(leaf, nn.LogicallyPartitioned)):
     assert isinstance(leaf, nn.LogicallyPartitioned) and len(leaf.names) == leaf.value.ndim and all(leaf.names)

@@ -198,8 +198,8 @@ def test_stack_is_a_loop_over_its_layers():
   assert ["losses" in state for _, state in outputs] == [False, False, True] * 2  # of experts alone
 
 
-TAGS = {"decoder_layer_input", "context", "out_proj", "attention_out"}
-OF_MOE = {"moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo", "moe_routing", "mlpwi_0", "mlpwi_1", "mlpwo"}
+TAGS = ("decoder_layer_input", "context", "out_proj", "attention_out")
+OF_MOE = ("moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo", "moe_routing", "mlpwi_0", "mlpwi_1", "mlpwo")
 
 
 def tags_of(spec):
@@ -208,12 +208,12 @@ def tags_of(spec):
 
 
 @pytest.mark.parametrize("spec, tags", [
-    (LINEAR, TAGS | OF_MOE | {"qkv_proj"}),
-    (FULL, TAGS | OF_MOE | {"query_proj", "key_proj", "value_proj"}),
-    (DENSE, TAGS | {"qkv_proj", "mlpwi_0", "mlpwi_1", "mlpwo"}),
+    (LINEAR, (*TAGS, *OF_MOE, "qkv_proj")),
+    (FULL, (*TAGS, *OF_MOE, "query_proj", "key_proj", "value_proj")),
+    (DENSE, (*TAGS, "qkv_proj", "mlpwi_0", "mlpwi_1", "mlpwo")),
 ], ids=["linear", "full", "dense"])
 def test_tags(spec, tags):
-  assert tags_of(spec) == tags
+  assert tags_of(spec) == {*tags}
 
 
 def test_every_preset_saves_values_of_both_kinds_of_layers():
