@@ -11,6 +11,10 @@ import jax
 
 Policy = Callable[..., Any]
 
+# A value of lower rank stays on device where a policy offloads it: TPU compilers stop at slices of such values in host
+# memory, some with an error and some by aborting the process, and it is too small to matter.
+MIN_OFFLOAD_RANK = 2
+
 _OFFLOADS_PRODUCTS = "offload_dot_with_no_batch_dims"
 
 
@@ -27,8 +31,15 @@ class Told:
 def told(policy: Policy | None) -> Told:
   """Takes a policy of JAX's own makers apart, so that its names can be checked; any other is all `rest`.
 
-  Raises ValueError for `save_anything_except_these_names`, which saves everything, whatever it was told.
+  Raises TypeError for what is no policy, such as a maker of policies that was not called; ValueError for
+  `save_anything_except_these_names`, which saves everything, whatever it was told.
   """
+  if policy in (None, jax.checkpoint_policies.nothing_saveable):
+    return Told()
+  if not callable(policy):
+    raise TypeError(f"base must be a JAX checkpoint policy, not {policy!r}")
+  if isinstance(policy, type) or getattr(policy, "__name__", "").startswith(("save_", "offload_")):
+    raise TypeError(f"{policy.__name__} makes policies and is none; call it, as in {policy.__name__}(...)")
   maker, values = _made(policy)
   if maker == "save_anything_except_these_names":
     raise ValueError("JAX's save_anything_except_these_names saves everything, also the names that it is given; "
@@ -81,12 +92,27 @@ def names_first(named: Policy, names: Collection[str], base: Policy) -> Policy:
   return policy
 
 
-def low_ranks_saved(policy: Policy, rank: int) -> Policy:
-  """`policy`, but values of less than `rank` dimensions that it offloads are saved instead."""
+@functools.lru_cache(maxsize=None)  # one callable for equal policies, so that JAX's own caches see them as equal
+def resolved(save: tuple[str, ...], offload: tuple[str, ...], offload_dst: str, base: Policy | None) -> Policy:
+  """Saves and offloads values of these names; `base` decides about all others."""
+  policies = jax.checkpoint_policies
+  if not save and not offload:
+    return base or policies.nothing_saveable
+  if offload:
+    named = _low_ranks_saved(policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=list(save), names_which_can_be_offloaded=list(offload), offload_src="device",
+        offload_dst=offload_dst))
+  else:
+    named = policies.save_only_these_names(*save)
+  return named if base is None else names_first(named, {*save, *offload}, base)
+
+
+def _low_ranks_saved(policy: Policy) -> Policy:
+  """`policy`, but values of less than `MIN_OFFLOAD_RANK` dimensions that it offloads are saved instead."""
 
   def decide(prim, *avals, **params):
     answer = policy(prim, *avals, **params)
-    return True if type(answer).__name__ == "Offloadable" and avals[0].ndim < rank else answer
+    return True if type(answer).__name__ == "Offloadable" and avals[0].ndim < MIN_OFFLOAD_RANK else answer
 
   return decide
 

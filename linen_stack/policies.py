@@ -19,16 +19,14 @@ import jax
 
 from linen_stack import jax_policies
 from linen_stack.presets import PRESETS, Preset
-from linen_stack.specs import keywords_checked, nearest
+from linen_stack.specs import checked_count, keywords_checked, nearest
 
 # The name by which layers tag the hidden states that enter them. A policy that offloads it is `carry="offload"`: the
 # stack then tags the carry itself, as CARRY_TAG, so that it works with and without the layer's own tag, and once.
 CARRY_NAME = "decoder_layer_input"
 CARRY_TAG = "layer_carry"
 
-# A value of lower rank stays on device where a policy offloads it: TPU compilers stop at slices of such values in host
-# memory, some with an error and some by aborting the process, and it is too small to matter.
-MIN_OFFLOAD_RANK = 2
+MIN_OFFLOAD_RANK = jax_policies.MIN_OFFLOAD_RANK
 
 _HOST = "pinned_host"
 
@@ -43,12 +41,6 @@ def _names(value: Any, argument: str) -> tuple[str, ...]:
     if not isinstance(name, str) or not name:
       raise TypeError(f"{argument} must hold names (non-empty strings), not {name!r}")
   return tuple(sorted(set(value)))
-
-
-def _positive(value: Any, argument: str) -> int:
-  if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < 1:
-    raise ValueError(f"{argument} must be an int of at least 1, not {value!r}")
-  return value.__index__()
 
 
 @keywords_checked
@@ -136,8 +128,6 @@ class RematPolicy:
 
   def _with_told(self, set_: Callable[[str, Any], None], save: set[str], offload: set[str]) -> tuple[set[str], set[str]]:
     """Takes the names out of `base`, where it is one of JAX's policies by name: they are names like any others."""
-    if self.base is not None and not callable(self.base):
-      raise TypeError(f"base must be a JAX checkpoint policy, not {self.base!r}")
     told, said = jax_policies.told(self.base), save | offload
     set_("base", told.rest)
     if told.offload - said or jax_policies.offloads(told.rest):
@@ -150,11 +140,11 @@ class RematPolicy:
 
   def _check_options(self, set_: Callable[[str, Any], None]) -> None:
     """Raises for options that cannot be, and brings those that mean the same into one form."""
-    set_("every", _positive(self.every, "every"))
+    set_("every", checked_count(self.every, "every"))
     if self.levels is not None:
       if isinstance(self.levels, (str, int)) or not isinstance(self.levels, Iterable):
         raise TypeError(f"levels must be a tuple of ints such as (8, 8), not {self.levels!r}")
-      set_("levels", tuple(_positive(level, "each of levels") for level in self.levels))
+      set_("levels", tuple(checked_count(level, "each of levels") for level in self.levels))
       if len(self.levels) < 2:
         raise ValueError(f"levels must name at least two levels, not {self.levels}")
       if self.every != 1:
@@ -166,8 +156,6 @@ class RematPolicy:
                         f"not {self.prevent_cse!r}")
     if self.prevent_cse in ((True, True), (False, False)):
       set_("prevent_cse", self.prevent_cse[0])
-    if self.base is jax.checkpoint_policies.nothing_saveable:
-      set_("base", None)
     if not isinstance(self.offload_dst, str) or not self.offload_dst:
       raise TypeError(f"offload_dst must be the name of a memory kind, not {self.offload_dst!r}")
     if self.offload_dst == "device":
@@ -186,8 +174,6 @@ class RematPolicy:
       return value
     if isinstance(value, str):
       return RematPolicy(value)
-    if isinstance(value, type) or getattr(value, "__name__", "").startswith(("save_", "offload_")):
-      raise TypeError(f"remat: {value.__name__} makes policies and is none; call it, as in {value.__name__}(...)")
     if callable(value):
       return RematPolicy(base=value)
     raise TypeError(f"remat must be the name of a preset, a RematPolicy or a JAX checkpoint policy, not {value!r}; "
@@ -300,7 +286,10 @@ class RematPolicy:
 
   def resolve(self) -> Callable[..., Any]:
     """The JAX checkpoint policy. `none` resolves to one that saves everything."""
-    return _resolve(self)
+    if not self.remat:
+      return jax.checkpoint_policies.everything_saveable
+    offload = (*self.offload, CARRY_TAG) if self.carry == "offload" else self.offload
+    return jax_policies.resolved(self.save, offload, self.offload_dst, self.base)
 
   def __str__(self) -> str:
     if not self.remat:
@@ -317,27 +306,6 @@ class RematPolicy:
     parts += [f"prevent_cse {self.prevent_cse}"] if self.prevent_cse is not None else []
     parts += [f"to {self.offload_dst}"] if self.offload_dst != _HOST else []
     return ", ".join(parts)
-
-
-@functools.lru_cache(maxsize=None)
-def _resolve(policy: RematPolicy) -> Callable[..., Any]:
-  """One callable per policy, so that JAX's own caches see equal policies as equal."""
-  policies = jax.checkpoint_policies
-  if not policy.remat:
-    return policies.everything_saveable
-  offload = (*policy.offload, CARRY_TAG) if policy.carry == "offload" else policy.offload
-  if not policy.save and not offload:
-    return policy.base or policies.nothing_saveable
-  if offload:
-    named = policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=list(policy.save), names_which_can_be_offloaded=list(offload),
-        offload_src="device", offload_dst=policy.offload_dst)
-    named = jax_policies.low_ranks_saved(named, MIN_OFFLOAD_RANK)
-  else:
-    named = policies.save_only_these_names(*policy.save)
-  if policy.base is None:
-    return named
-  return jax_policies.names_first(named, {*policy.save, *offload}, policy.base)
 
 
 def _join_none(none: RematPolicy, other: RematPolicy, overlap: str) -> RematPolicy:

@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 from linen_stack.inspect import render
 from linen_stack.inspect.watch import STACK_SCOPE, Place
+from linen_stack.jax_policies import MIN_OFFLOAD_RANK
 from linen_stack.specs import nearest
-from linen_stack.policies import CARRY_NAME, MIN_OFFLOAD_RANK, RematPolicy
+from linen_stack.policies import CARRY_NAME, RematPolicy
 from linen_stack.stack import StackedDecoder
 from linen_stack.tags import Tag, equations, inner_jaxprs
 
