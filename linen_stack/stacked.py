@@ -95,10 +95,13 @@ def add_axis(box: Any, at: int, metadata: Mapping[Any, Any]) -> Any:
 
 
 def remove_axis(box: Any, at: int, metadata: Mapping[Any, Any], path: str) -> Any:
-  """The inverse of `add_axis`. Raises ValueError where the axis has another name."""
-  names = names_of(box)
-  rest = None if names is None else unnamed(names, at, metadata.get(nn.PARTITION_NAME), path)
-  box = box.remove_axis(at, metadata)
+  """The inverse of `add_axis`. Raises ValueError where there is no such axis, or it has another name."""
+  names, name = names_of(box), metadata.get(nn.PARTITION_NAME)
+  rest = None if names is None else unnamed(names, at, name, path)
+  try:
+    box = box.remove_axis(at, metadata)
+  except (AssertionError, ValueError) as error:
+    raise ValueError(f"{path}: {type(box).__name__} has no axis {name!r} at {at} to take out: {error}") from error
   return box if names is None else _renamed(box, rest)
 
 
