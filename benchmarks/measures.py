@@ -33,14 +33,15 @@ def making(makers: Mapping[Any, Callable[[], tuple[Callable[..., Any], Sequence[
            phases: Sequence[str] = ("trace", "lowering", "compile")) -> dict[Any, dict[str, list[float]]]:
   """Seconds that making programs takes: a list per contender and phase, one entry a round.
 
-  Each round makes every program anew, with JAX's caches cleared, the contenders in turn. Seconds are those that this process
-  had a processor: what else the machine does disturbs them less. The very first program warms up and is left out.
+  Each round makes every program anew, with JAX's caches cleared, the contenders in turn, every other round backwards. Seconds
+  are those that this process had a processor: what else the machine does disturbs them less. The very first program warms up
+  and is left out.
   """
   times: dict[Any, dict[str, list[float]]] = {name: {phase: [] for phase in phases} for name in makers}
   _make_once(next(iter(makers.values())), phases)
-  for _ in range(rounds):
-    for name, make in makers.items():
-      for phase, seconds in _make_once(make, phases).items():
+  for round_ in range(rounds):
+    for name in list(makers) if round_ % 2 else list(reversed(makers)):
+      for phase, seconds in _make_once(makers[name], phases).items():
         times[name][phase].append(seconds)
   return times
 

@@ -86,7 +86,7 @@ def trace(quick: bool) -> Iterator[Figure]:
   for layout in ("flat", "nested"):
     for program in ("train step",) if quick else ("forward", "train step", "init"):
       makers = [(name, 32) for name in c.BUILDERS if name != "loop"]
-      yield from _making(layout, makers, program, 3 if quick else 7, ("trace",), "trace")
+      yield from _making(layout, makers, program, 3 if quick else 15, ("trace",), "trace")
 
 
 def depth(quick: bool) -> Iterator[Figure]:
