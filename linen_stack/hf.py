@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from linen_stack.config_sections import StackOptions
 from linen_stack.hf_mapping import SHOWN, Leaf, check_tensors, leaves_of
 from linen_stack.hf_plan import plan_from_hf_config
 from linen_stack.hf_tensors import Folder, Writer
@@ -159,7 +160,7 @@ def model_from_config(config: Config, *, dtype: DType = None, param_dtype: DType
 
   Raises TypeError or ValueError for a family that is not known, and for fields that its layers cannot follow.
   """
-  options = [field.name for field in dataclasses.fields(StackedDecoder) if field.name not in ("plan", "parent", "name")]
+  options = [field.name for field in dataclasses.fields(StackOptions)]
   for name in stack:
     if name not in options:
       raise TypeError(f"no option {name!r} of StackedDecoder can be given; {nearest(name, options)}")
