@@ -117,26 +117,37 @@ def over(name: str) -> tuple[str, ...]:
 
   Axes that `jax.shard_map` has taken are not among them: inside, arrays are one device's parts.
   """
+  return several(dict(reversed(nn.get_logical_axis_rules())).get(name))
+
+
+def several(axes: Any) -> tuple[str, ...]:
+  """Those of some mesh axes that have several devices, and that `jax.shard_map` has not taken."""
   mesh = jax.sharding.get_abstract_mesh()
-  axes = as_tuple(dict(reversed(nn.get_logical_axis_rules())).get(name))
-  return tuple(axis for axis in axes if axis not in mesh.manual_axes and mesh.shape.get(axis, 1) > 1)
+  return tuple(axis for axis in as_tuple(axes) if axis not in mesh.manual_axes and mesh.shape.get(axis, 1) > 1)
 
 
 def constrain(x: Any, names: Sequence[str]) -> Any:
   """Lays an activation over the mesh by logical names of its axes.
 
-  Nothing happens without a mesh or rules, outside of a trace, and to arrays of another rank. Axes without a rule, and those
-  that do not divide, are left to the compiler, or with explicit axes as they are.
+  Of several rules for a name the first holds whose mesh axes no earlier rule has taken, as in Flax. Nothing happens without
+  a mesh or rules, outside of a trace, and to arrays of another rank. Axes without a rule, and those that do not divide, are
+  left to the compiler, or with explicit axes as they are.
   """
-  mesh, rules = jax.sharding.get_abstract_mesh(), dict(nn.get_logical_axis_rules())
+  mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty or not isinstance(x, jax.core.Tracer) or x.ndim != len(names):
     return x
-  explicit, taken, entries = mesh.explicit_axes, set(), []
-  for size, name in zip(x.shape, names):
-    axes = tuple(axis for axis in over(name) if axis not in taken and (axis in explicit or not explicit))
-    axes = axes if size % math.prod(mesh.shape[axis] for axis in axes) == 0 else ()
-    taken.update(axes)
-    entries.append(axes or (None if name in rules and not rules[name] else PartitionSpec.UNCONSTRAINED))
+  explicit, taken, known, entries = mesh.explicit_axes, set(), set(), [PartitionSpec.UNCONSTRAINED] * x.ndim
+  for name, rule in nn.get_logical_axis_rules():
+    axes = tuple(axis for axis in several(rule) if axis in explicit or not explicit)
+    if name not in names or name in known or not taken.isdisjoint(axes):
+      continue
+    known.add(name)
+    at = names.index(name)
+    if not rule:
+      entries[at] = None
+    elif axes and x.shape[at] % math.prod(mesh.shape[axis] for axis in axes) == 0:
+      entries[at] = axes
+      taken.update(axes)
   if not taken:
     return x
   if not explicit:

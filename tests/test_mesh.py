@@ -106,6 +106,23 @@ def test_constraints_by_name_inside_of_layers(axis_type, remat):
   assert "sharding_constraint" not in str(jax.make_jaxpr(loss)(variables, X))
 
 
+@pytest.mark.parametrize("rules", [
+    [("batch", "data"), ("batch", "model"), ("mlp", "model")],
+    [("mlp", "data"), ("batch", "data"), ("batch", "model")],
+    [("batch", ("data", "model")), ("mlp", "model"), ("mlp", None)],
+    [("batch", None), ("batch", "data"), ("mlp", "model")],
+    [("mlp", "model"), ("batch", ("data", "model")), ("batch", "data")],
+], ids=str)
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_of_several_rules_for_a_name_the_first_that_fits_holds(axis_type, rules):
+  names, mesh = ("batch", "mlp"), jax.make_mesh((2, 2), ("data", "model"), axis_types=(axis_type,) * 2)
+  with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+    x = jax.device_put(X, NamedSharding(mesh, P()))
+    y = jax.jit(lambda x: sharding.constrain(x, names))(x)
+    assert y.sharding.is_equivalent_to(NamedSharding(mesh, nn.logical_to_mesh_axes(names, rules)), 2)
+    assert sharding.over("batch") == sharding.as_tuple(next(axes for name, axes in rules if name == "batch"))
+
+
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_layers_that_explicit_axes_split(remat):
   stack = ls.StackedDecoder(ls.Plan.homogeneous(ls.LayerSpec(Constrained), 4), remat=remat)

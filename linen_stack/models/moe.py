@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from linen_stack import sharding
 from linen_stack.models.layers import DType, Projection, SwiGLU, require_count
 from linen_stack.specs import nearest
 
@@ -138,14 +139,12 @@ class Experts(nn.Module):
 
 def _batch_axes(count: int) -> tuple[str, ...]:
   """The axes of the mesh around that rules split a batch over, where they divide `count` tokens; () of none."""
-  mesh = jax.sharding.get_abstract_mesh()
-  over = dict(reversed(nn.get_logical_axis_rules())).get("batch") or ()
-  over = tuple(axis for axis in ((over,) if isinstance(over, str) else over) if mesh.shape.get(axis, 1) > 1)
+  mesh, over = jax.sharding.get_abstract_mesh(), sharding.over("batch")
   return over if count % math.prod(mesh.shape[axis] for axis in over) == 0 else ()
 
 
 def _among(axes: Any, over: tuple[str, ...]) -> tuple[str, ...] | None:
-  return tuple(axis for axis in ((axes,) if isinstance(axes, str) else axes or ()) if axis in over) or None
+  return tuple(axis for axis in sharding.as_tuple(axes) if axis in over) or None
 
 
 class MoE(nn.Module):
