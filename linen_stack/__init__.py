@@ -1,4 +1,16 @@
 """Deep Flax Linen decoders from one layer: scan, remat and host offload, without silent faults."""
+import sys
+
+if sys.argv[:1] == ["-m"] and "linen_stack" in sys.orig_argv:
+  # `python -m linen_stack`: Ctrl-C while all of this is imported ends it as it does later.
+  def _end(kind, error, trace):
+    if not issubclass(kind, KeyboardInterrupt):
+      return sys.__excepthook__(kind, error, trace)
+    print("linen_stack: interrupted", file=sys.stderr)
+    sys.exit(130)
+
+  sys.excepthook = _end
+
 from linen_stack.adapters import lora, merge_lora
 from linen_stack.config import StackConfig
 from linen_stack.hf_plan import plan_from_hf_config

@@ -1,4 +1,5 @@
 """The command line: help, mistakes, `plan`, and the errors of `generate`."""
+import os
 import pathlib
 import re
 import subprocess
@@ -106,3 +107,19 @@ def test_the_program_ends_with_the_status(tmp_path):
   done = subprocess.run([sys.executable, "-m", "linen_stack", "paln"], capture_output=True, text=True, check=False,
                         cwd=pathlib.Path(__file__).parents[1])
   assert done.returncode == 2 and done.stderr == "linen_stack: no command 'paln'; did you mean 'plan'?\n"
+
+
+@pytest.mark.parametrize("module", ["jax", "linen_stack.commands", "linen_stack.commands.train"])
+def test_ctrl_c_while_modules_are_imported(module, tmp_path):
+  (tmp_path / "sitecustomize.py").write_text(f"""
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+class Finder:
+  def find_spec(self, name, *args):
+    if name == {module!r}:
+      os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+""")
+  done = subprocess.run([sys.executable, "-m", "linen_stack", "train", "tiny"], capture_output=True, text=True, check=False,
+                        cwd=pathlib.Path(__file__).parents[1], env={**os.environ, "PYTHONPATH": str(tmp_path)})
+  assert (done.returncode, done.stderr) == (130, "linen_stack: interrupted\n")
