@@ -31,9 +31,10 @@ class _Loader(yaml.SafeLoader):
     for key_node, _ in node.value:
       key = self.construct_object(key_node, deep=True)
       if not isinstance(key, str):
-        raise yaml.constructor.ConstructorError(None, None, f"a key must be a string, not {key!r}", key_node.start_mark)
+        raise yaml.constructor.ConstructorError(None, None, f"a key must be a string, not {_shown(key)}", key_node.start_mark)
       if key in seen:
-        raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", key_node.start_mark)
+        raise yaml.constructor.ConstructorError(
+            None, None, f"the key {_shown(key, word=True)} is given twice", key_node.start_mark)
       seen.add(key)
     return super().construct_mapping(node, deep)
 
@@ -71,15 +72,26 @@ def read(cls: type, value: Any, where: str) -> Any:
   """
   fields = {field.name: field for field in dataclasses.fields(cls)}
   if not isinstance(value, Mapping):
-    raise TypeError(f"{where or 'a config'} must be a mapping of {', '.join(fields)}, not {value!r}")
+    found = _shown(value) if where else f"a {type(value).__name__}"
+    raise TypeError(f"{where or 'a config'} must be a mapping of {', '.join(fields)}, not {found}")
   for key in value:
     if key not in fields:
-      raise ValueError(f"unknown key {_join(where, key)!r}; {nearest(str(key), fields)}")
+      raise ValueError(f"unknown key {_shown(_join(where, key), word=True)}; {nearest(str(key), fields)}")
   for name, field in fields.items():
     if name not in value and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
       raise ValueError(f"the key {_join(where, name)!r} is missing")
   hints = typing.get_type_hints(cls)
   return cls(**{key: checked(entry, hints[key], _join(where, key)) for key, entry in value.items()})
+
+
+def _shown(value: Any, word: bool = False) -> str:
+  """A value in messages. Of what may be the content of a file that is no config, only what it is.
+
+  `word`: texts are shown that are words, such as keys.
+  """
+  if isinstance(value, str) and (len(value) > 40 or "\n" in value or (word and not re.fullmatch(r"[\w.-]+", value))):
+    return f"a text of {len(value)} characters"
+  return repr(value) if isinstance(value, (str, bool, int, float, type(None))) else f"a {type(value).__name__}"
 
 
 def checked(value: Any, hint: Any, where: str) -> Any:
@@ -96,14 +108,14 @@ def checked(value: Any, hint: Any, where: str) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
       return float(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-      raise TypeError(f"{where} must be {_WORDS[hint]}, not {value!r}")
+      raise TypeError(f"{where} must be {_WORDS[hint]}, not {_shown(value)}")
   elif origin is tuple and inner[-1:] == (...,):
     if not isinstance(value, (list, tuple)):
-      raise TypeError(f"{where} must be a list, not {value!r}")
+      raise TypeError(f"{where} must be a list, not {_shown(value)}")
     return tuple(checked(entry, inner[0], _join(where, i)) for i, entry in enumerate(value))
   elif origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
     if not isinstance(value, Mapping):
-      raise TypeError(f"{where} must be a mapping, not {value!r}")
+      raise TypeError(f"{where} must be a mapping, not {_shown(value)}")
     return {key: checked(entry, inner[1], _join(where, key)) for key, entry in value.items()}
   return value
 
@@ -120,7 +132,7 @@ def _one_of(value: Any, hints: tuple[Any, ...], where: str) -> Any:
     except TypeError:
       continue
   words = [_WORDS.get(hint, "a mapping" if dataclasses.is_dataclass(hint) else "a list") for hint in hints]
-  raise TypeError(f"{where} must be {' or '.join(words)}, not {value!r}")
+  raise TypeError(f"{where} must be {' or '.join(words)}, not {_shown(value)}")
 
 
 def check_arguments(cls: Any, args: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -165,7 +177,7 @@ def assign(config: dict[str, Any], assignments: Iterable[str]) -> dict[str, Any]
           raise ValueError(f"{dotted}: {where} has entries 0 to {len(at) - 1}, not {key!r}")
         key = int(key)
       elif not isinstance(at, dict):
-        raise ValueError(f"{dotted}: {where} is {at!r}, which has no keys; set {where} to a mapping, as in "
+        raise ValueError(f"{dotted}: {where} is {_shown(at)}, which has no keys; set {where} to a mapping, as in "
                          f"{where}={{{key}: ...}}")
       if depth == len(keys) - 1:
         at[key] = _parse(text, dotted)

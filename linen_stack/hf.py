@@ -145,7 +145,7 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
   except ValueError as error:
     raise ValueError(f"{path} is not JSON: {error}") from None
   if not isinstance(config, dict):
-    raise ValueError(f"{path} must hold a JSON object, not {config!r}")
+    raise ValueError(f"{path} must hold a JSON object, not a {type(config).__name__}")
   return config
 
 

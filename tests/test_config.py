@@ -240,6 +240,15 @@ def test_refused_files(tmp_path, text, words):
   assert all(word in str(raised.value) for word in words), str(raised.value)
 
 
+@pytest.mark.parametrize("text", ["root:secret:19000::\nsys:secret:19000::\n", "a:secret::\na:secret::\n", "secret", "- secret",
+                                  "secret word " * 9, "model: {args: secret secret secret secret secret secret}", "model: {specs: {a: [secret]}}"])
+def test_files_that_are_no_configs_are_not_repeated(tmp_path, text):
+  (tmp_path / "c.yml").write_text(text)
+  with pytest.raises((TypeError, ValueError), match="must be a mapping|unknown key|is given twice") as raised:
+    StackConfig.from_yaml(tmp_path / "c.yml")
+  assert "secret" not in str(raised.value)
+
+
 def test_a_config_that_does_not_exist_names_the_nearest():
   with pytest.raises(FileNotFoundError, match="did you mean 'tiny'"):
     StackConfig.from_yaml("tinny")

@@ -43,7 +43,7 @@ def test_folders_without_config_or_tensors(tmp_path):
     hf.load_model(tmp_path / "nowhere")
   with pytest.raises(FileNotFoundError, match="has no config.json; a Hugging Face checkpoint has one"):
     hf.load_model(tmp_path)
-  for text, match in (("{", "is not JSON"), ("[1]", "must hold a JSON object")):
+  for text, match in (("{", "is not JSON"), ("[1]", "must hold a JSON object, not a list")):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=match):
       hf.load_model(tmp_path)
