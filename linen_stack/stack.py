@@ -30,7 +30,7 @@ from linen_stack.plan import Plan, Run, Segment
 from linen_stack.policies import RematPolicy
 from linen_stack.specs import keywords_checked
 from linen_stack.stacked import check_carry, strong
-from linen_stack.validation import check_layout, check_selection, check_stack, levels
+from linen_stack.validation import check_axis, check_layout, check_selection, check_stack, levels
 
 # What reports set to be handed each layer's program, as (segment, run, jaxpr), while a stack is initialised.
 observer: contextvars.ContextVar[Callable[[Segment, Run, Any], None] | None] = contextvars.ContextVar("observer", default=None)
@@ -69,7 +69,7 @@ class StackedDecoder(nn.Module):
   """Loop over stacked layers. False: every layer on its own, unstacked, as `<segment>_<i>`; same numbers from one key."""
 
   param_axis: int = 0
-  """Axis of the layers in stacked parameters. All other collections are stacked on axis 0."""
+  """Axis of the layers in stacked parameters; those of fewer axes have it last. All other collections: axis 0."""
 
   offload_params: Any = False
   """Keep parameters in host memory, where `init` makes them, and fetch them layer by layer (a run inside a cycle at once):
@@ -106,7 +106,7 @@ class StackedDecoder(nn.Module):
   with `offload_params`: outside of a loop many layers' parameters would be fetched at once."""
 
   unroll: int = 1
-  """Layers per step of the outer loop, as in `jax.lax.scan`."""
+  """Layers (of a cycle: repeats) per step of the outer loop, as in `jax.lax.scan`; in shorter segments all of them."""
 
   def __post_init__(self):
     if isinstance(self.plan, Segment):
@@ -160,6 +160,7 @@ class StackedDecoder(nn.Module):
       x, outputs[segment.name] = self._segment(segment, x, call) if self.scan else self._apart(segment, x, call)
     if self.is_initializing():
       self._check_policies(call.seen)
+      check_axis(self)
     self._traced(call)
     if call.asked:
       check_selection(self, call.asked)

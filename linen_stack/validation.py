@@ -35,6 +35,10 @@ def check_stack(stack: Any) -> None:
       raise TypeError(f"{name} must be an int, not {value!r}")
   if stack.unroll < 1:
     raise ValueError(f"unroll must be at least 1, not {stack.unroll}")
+  most = max(segment.length for segment in plan)
+  if stack.unroll > most:
+    raise ValueError(f"unroll={stack.unroll}, but no segment has more than {most} repeat{'s' if most > 1 else ''} (see plan.table()); "
+                     f"{f'1 to {most} can be unrolled' if most > 1 else 'there is no loop to unroll, leave it at 1'}")
   for name, choices in _CHOICES.items():
     value = getattr(stack, name)
     if value not in choices:
@@ -190,6 +194,7 @@ def check_layout(stack: Any) -> None:
     if sharding.over(name):
       raise ValueError(f"offload_params: the layers along {name!r} are split over mesh axis {' x '.join(sharding.over(name))}, but "
                        "they are fetched from host memory one by one, by all devices; let the rules map that axis to None")
+  check_axis(stack)
   has = functools.partial(stack.has_variable, "params")
   for segment in stack.plan:
     stacked, names = has(segment.name), [f"{segment.name}_{i}" for i in range(segment.num_layers)]
@@ -204,3 +209,13 @@ def check_layout(stack: Any) -> None:
     if not stack.scan and there and has(surplus) and all(surplus != other.name for other in stack.plan):
       raise ValueError(f"parameters of {surplus!r} are there, but segment {segment.name!r} has only {segment.num_layers} "
                        "layers: they were made for a deeper decoder")
+
+
+def check_axis(stack: Any) -> None:
+  """Raises ValueError where no stacked parameter has the axis `param_axis`; those of fewer axes have their layers last."""
+  there = [segment.name for segment in stack.plan if any(map(segment.axes, segment.runs)) and
+           stack.has_variable("params", segment.name)]
+  most = max((len(leaf.shape) for name in there for leaf in jax.tree.leaves(stack.get_variable("params", name))), default=0)
+  if most and stack.scan and not -most <= stack.param_axis < most:
+    raise ValueError(f"param_axis={stack.param_axis} is an axis that no parameter has: stacked, they have {most} at most; "
+                     f"give 0 to {most - 1}, or -1 to -{most}")

@@ -1,4 +1,6 @@
 """What newcomers get wrong with the wrappers on their own and with a stack: each is an error that says what would be right."""
+import contextlib
+
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
@@ -101,6 +103,27 @@ def test_variables_of_another_depth():
 def test_hidden_states_that_are_no_arrays(hidden):
   with pytest.raises(TypeError, match="hidden states must be an array or a tree of arrays"):
     ls.StackedDecoder(ls.Plan.homogeneous(A, 2)).init(KEY, hidden)
+
+
+@pytest.mark.parametrize("axis", [3, 5, -4])
+def test_an_axis_that_no_parameter_has(axis):
+  """Stacked kernels have three axes; biases of fewer axes have their layers last. In a loop in a loop there are four."""
+  plan, message = ls.Plan.homogeneous(A, 3), rf"param_axis={axis} is an axis that no parameter has: .*give 0 to 2, or -1 to -3"
+  stack = ls.StackedDecoder(plan, param_axis=axis)
+  with pytest.raises(ValueError, match=message):
+    jax.eval_shape(stack.init, KEY, X)
+  with pytest.raises(ValueError, match=message):
+    stack.apply(make_variables(ls.StackedDecoder(plan), X), X)
+  assert jax.eval_shape(ls.StackedDecoder(plan, param_axis=2).init, KEY, X)["params"]["layers"]["gain"].shape == (3,)
+
+
+@pytest.mark.parametrize("unroll, words", [(4, "no segment has more than 3 repeats .*1 to 3 can be"), (3, None)])
+def test_more_to_unroll_than_there_is(unroll, words):
+  plan = ls.Plan.homogeneous(A, 2) + ls.Plan.cycle([A, A], 6, "cycle")
+  with pytest.raises(ValueError, match=words) if words else contextlib.nullcontext():
+    assert ls.StackedDecoder(plan, unroll=unroll).apply(make_variables(ls.StackedDecoder(plan), X), X).shape == X.shape
+  with pytest.raises(ValueError, match="unroll=2, .* there is no loop to unroll, leave it at 1"):
+    ls.StackedDecoder(ls.Plan.homogeneous(A, 1), unroll=2)
 
 
 def test_mistyped_shared_stream():
