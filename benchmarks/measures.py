@@ -35,15 +35,20 @@ def making(makers: Mapping[Any, Callable[[], tuple[Callable[..., Any], Sequence[
 
   Each round makes every program anew, with JAX's caches cleared, the contenders in turn, every other round backwards. Seconds
   are those that this process had a processor: what else the machine does disturbs them less. The very first program warms up
-  and is left out.
+  and is left out. Each round stands deeper in Python's stack: a call that happens to cross from one chunk of it to the next
+  pays for new memory each time, a tenth of the whole by chance, which would else be the same contender's in all rounds.
   """
   times: dict[Any, dict[str, list[float]]] = {name: {phase: [] for phase in phases} for name in makers}
   _make_once(next(iter(makers.values())), phases)
   for round_ in range(rounds):
     for name in list(makers) if round_ % 2 else list(reversed(makers)):
-      for phase, seconds in _make_once(makers[name], phases).items():
+      for phase, seconds in _deeper(4 * round_, lambda: _make_once(makers[name], phases)).items():
         times[name][phase].append(seconds)
   return times
+
+
+def _deeper(frames: int, fn: Callable[[], Any]) -> Any:
+  return _deeper(frames - 1, fn) if frames else fn()
 
 
 def _make_once(make: Callable[[], tuple[Callable[..., Any], Sequence[Any]]], phases: Sequence[str]) -> dict[str, float]:

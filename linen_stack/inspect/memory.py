@@ -114,7 +114,8 @@ def memory(stack_or_fn: nn.Module | Callable[..., Any], args: Sequence[Any], kwa
       rule, all others need one. Default: "batch" and "embed" over all, so that parameters and
       batch are fully sharded.
     shardings: a prefix of args of `PartitionSpec`. Default, for a module: leading axes as long as that of the first array
-      are the batch; for a function: every device holds all, but for arrays that have a sharding of their own.
+      are the batch; for a function: every device holds all, but for arrays that have a sharding of their own. Activations
+      that layers lay out by logical names follow `rules` in both.
     donate_argnums: arguments of the function whose memory the results may take.
     limit: seconds after which compiling is given up.
     cache: folder of results, by program; True: $LINEN_STACK_CACHE or `linen_stack` in the user's cache; False: none.
