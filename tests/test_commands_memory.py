@@ -12,7 +12,6 @@ import yaml
 from linen_stack import commands
 from linen_stack.commands import memory as memory_command, used
 from linen_stack.inspect import chips, html as html_lib, render
-from linen_stack.inspect import tune as tune_function  # noqa: F401  (the function; the module is below)
 from tests.test_tune import made_up
 
 tune_lib = __import__("linen_stack.inspect.tune", fromlist=["search"])

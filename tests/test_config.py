@@ -240,8 +240,9 @@ def test_refused_files(tmp_path, text, words):
   assert all(word in str(raised.value) for word in words), str(raised.value)
 
 
-@pytest.mark.parametrize("text", ["root:secret:19000::\nsys:secret:19000::\n", "a:secret::\na:secret::\n", "secret", "- secret",
-                                  "secret word " * 9, "model: {args: secret secret secret secret secret secret}", "model: {specs: {a: [secret]}}"])
+@pytest.mark.parametrize("text", [
+    "root:secret:19000::\nsys:secret:19000::\n", "a:secret::\na:secret::\n", "secret", "- secret", "secret word " * 9,
+    "model: {args: secret secret secret secret secret secret}", "model: {specs: {a: [secret]}}"])
 def test_files_that_are_no_configs_are_not_repeated(tmp_path, text):
   (tmp_path / "c.yml").write_text(text)
   with pytest.raises((TypeError, ValueError), match="must be a mapping|unknown key|is given twice") as raised:

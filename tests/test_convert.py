@@ -1,5 +1,4 @@
 """Conversion between layouts: random plans, real variables, optimiser states, kinds of leaves, axes, and mistakes."""
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -437,10 +436,10 @@ def state_of(tx, *layout):
   def fill(keys, leaf):
     path = jax.tree_util.keystr(keys)
     for i, field in enumerate(("trace", "mu", "nu", "acc_grads")):
-      for params_keys, value in jax.tree_util.tree_leaves_with_path(some_params(*layout, start=100 * i)):
+      for params_keys, numbers in jax.tree_util.tree_leaves_with_path(some_params(*layout, start=100 * i)):
         if path.endswith(f".{field}{jax.tree_util.keystr(params_keys)}"):
-          assert value.shape == leaf.shape
-          return value
+          assert numbers.shape == leaf.shape
+          return numbers
     assert not leaf.shape, path
     return np.full((), 7, leaf.dtype)
 

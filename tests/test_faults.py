@@ -598,7 +598,6 @@ def test_a_module_of_the_parent_is_stored_once_and_gets_summed_gradients(mode):
   variables = make_variables(Parent(), X)
   assert variables["params"]["shared"]["kernel"].shape == (8, 8)
   got = jax.grad(lambda v: (Parent().apply(v, X) ** 2).sum())(variables)
-  x = UsesShared(shared=nn.Dense(8))
   template = ls.LayerSpec(UsesShared, shared=nn.Dense(8))
   plan = ls.Plan.cycle([template, template, ls.LayerSpec(Unnamed, features=8)], 7)
 

@@ -4,7 +4,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import linen_stack as ls
 from linen_stack import checkpoints, training
 from linen_stack import text as text_lib
 from linen_stack.commands import main

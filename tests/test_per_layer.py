@@ -2,7 +2,6 @@
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import linen_stack as ls

@@ -7,7 +7,6 @@ import os
 from typing import Any
 
 from flax import linen as nn
-import jax
 
 from linen_stack.inspect import aot, chips, flops, programs, render
 from linen_stack.inspect.programs import Program

@@ -15,7 +15,6 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
