@@ -73,7 +73,7 @@ def lay_out(boxed: Any, mesh: Any, rules: Any, plans: Iterable[Plan] = (), what:
       if isinstance(name, str) and name not in counted and name not in dict(own):
         missing.setdefault(name, path)
     spec = nn.logical_to_mesh_axes(names, own)
-    _check_divides(value(leaf).shape, spec, names, counted, mesh, path)
+    check_divides(value(leaf).shape, spec, mesh, path, names, counted)
     return spec
 
   specs = jax.tree_util.tree_map_with_path(spec_of, boxed, is_leaf=is_box)
@@ -90,16 +90,20 @@ def _no_rule(missing: Mapping[str, str], known: Iterable[str]) -> str:
           "axis of the mesh, or to None (null in a config) for whole copies on every device")
 
 
-def _check_divides(shape: Sequence[int], spec: PartitionSpec, names: Sequence[Any], counted: frozenset[str], mesh: Any,
-                   path: str) -> None:
+def check_divides(shape: Sequence[int], spec: PartitionSpec, mesh: Any, path: str, names: Sequence[Any] = (),
+                  counted: Iterable[str] = ()) -> None:
+  """Raises ValueError for a dimension that does not divide among the devices of its mesh axes.
+
+  `names`: of the dimensions, where they have any; `counted`: those of axes that count layers.
+  """
   for dim, entry in enumerate(spec):
-    count = math.prod(mesh.shape[axis] for axis in as_tuple(entry))
+    count, over = math.prod(mesh.shape[axis] for axis in as_tuple(entry)), " x ".join(as_tuple(entry))
     if shape[dim] % count:
-      over = " x ".join(as_tuple(entry))
-      if names[dim] in counted:
+      if names and names[dim] in counted:
         raise ValueError(f"{path}: {uneven(names[dim], shape[dim], over, count)}")
+      other = f"map {names[dim]!r} to other axes or to None" if names else "other rules"
       raise ValueError(f"{path} of shape {list(shape)}: dimension {dim} of {shape[dim]} does not divide among {count} "
-                       f"devices ({over}); take a multiple of {count}, or map {names[dim]!r} to other axes or to None")
+                       f"devices ({over}); take a multiple of {count}, or {other}")
 
 
 def uneven(name: str, length: int, over: str, count: int) -> str:

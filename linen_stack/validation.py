@@ -37,8 +37,9 @@ def check_stack(stack: Any) -> None:
     raise ValueError(f"unroll must be at least 1, not {stack.unroll}")
   most = max(segment.length for segment in plan)
   if stack.unroll > most:
-    raise ValueError(f"unroll={stack.unroll}, but no segment has more than {most} repeat{'s' if most > 1 else ''} (see plan.table()); "
-                     f"{f'1 to {most} can be unrolled' if most > 1 else 'there is no loop to unroll, leave it at 1'}")
+    possible = f"1 to {most} can be unrolled" if most > 1 else "there is no loop to unroll, leave it at 1"
+    raise ValueError(f"unroll={stack.unroll}, but no segment has more than {most} repeat{'s' if most > 1 else ''} "
+                     f"(see plan.table()); {possible}")
   for name, choices in _CHOICES.items():
     value = getattr(stack, name)
     if value not in choices:

@@ -167,15 +167,10 @@ def _place(leaf: Any, spec: Any, mesh: AbstractMesh, what: str) -> Any:
     raise TypeError(f"shardings: {what} needs a jax.sharding.PartitionSpec, not {spec!r}")
   if len(spec) > len(leaf.shape):
     raise ValueError(f"shardings: {what} of shape {list(leaf.shape)} has fewer dimensions than {spec}")
-  for dim, axes in enumerate(spec):
-    axes = sharding.as_tuple(axes)
-    for axis in axes:
-      if axis not in mesh.axis_names:
-        raise ValueError(f"shardings: {what}: {axis!r} is no axis of the mesh; its axes are {', '.join(mesh.axis_names)}")
-    count = math.prod(mesh.shape[axis] for axis in axes)
-    if leaf.shape[dim] % count:
-      raise ValueError(f"{what} of shape {list(leaf.shape)}: dimension {dim} of {leaf.shape[dim]} does not divide among "
-                       f"{count} devices ({' x '.join(axes)}); take a multiple of {count}, or other rules")
+  for axis in (axis for axes in spec for axis in sharding.as_tuple(axes)):
+    if axis not in mesh.axis_names:
+      raise ValueError(f"shardings: {what}: {axis!r} is no axis of the mesh; its axes are {', '.join(mesh.axis_names)}")
+  sharding.check_divides(leaf.shape, spec, mesh, what)
   return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec, memory_kind=memory_kind))
 
 
