@@ -35,6 +35,12 @@ def whole(x: Any) -> Any:
   return x.base + (x.scale * lax.dot_general(x.a, x.b, (((x.a.ndim - 1,), (0,)), ((), ())))).astype(x.base.dtype)
 
 
+def _called(eqn: Any) -> core.ClosedJaxpr | None:
+  """The program that an equation only calls, as that of a jitted function does."""
+  inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")) if eqn.primitive.name in _CALLS else None
+  return core.ClosedJaxpr(inner, []) if isinstance(inner, core.Jaxpr) else inner
+
+
 def summed_axes(jaxpr: Any, var: Any) -> int:
   """How many first axes of an input a program's first product with it sums over; 0: none does."""
   same = {var}
@@ -44,9 +50,8 @@ def summed_axes(jaxpr: Any, var: Any) -> int:
       continue
     if eqn.primitive.name == "convert_element_type":
       same.add(eqn.outvars[0])
-    elif eqn.primitive.name in _CALLS:
-      inner = getattr(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")), "jaxpr", eqn.params.get("call_jaxpr"))
-      if count := summed_axes(inner, inner.invars[at[0]]):
+    elif inner := _called(eqn):
+      if count := summed_axes(inner.jaxpr, inner.jaxpr.invars[at[0]]):
         return count
     elif eqn.primitive.name == "dot_general":
       contract, batch = eqn.params["dimension_numbers"]
@@ -72,8 +77,8 @@ def _step(jaxpr: Any, eqn: Any, inputs: list[Any]) -> Sequence[Any]:
   if name == "convert_element_type":
     cast = lambda x: x.astype(eqn.params["new_dtype"])
     return [Kernel(*map(cast, (kernel.base, kernel.a, kernel.b)), kernel.scale)]
-  if name in _CALLS and isinstance(eqn.params.get("jaxpr"), core.ClosedJaxpr):
-    return run(eqn.params["jaxpr"].jaxpr, eqn.params["jaxpr"].consts, inputs)
+  if inner := _called(eqn):
+    return run(inner.jaxpr, inner.consts, inputs)
   if name == "dot_general" and len(kernels) == 1:
     contract, batch = eqn.params["dimension_numbers"]
     if not batch[0] and sorted(contract[kernels[0]]) == list(range(kernel.a.ndim - 1)):
