@@ -14,6 +14,7 @@ from collections.abc import Callable
 import dataclasses
 import functools
 import importlib.util
+import sys
 from typing import Any
 
 from flax import linen as nn
@@ -167,11 +168,22 @@ def _lax_scan(plan: ls.Plan) -> Contender | None:
   return Contender("lax_scan", init, apply)
 
 
-def _haliax(plan: ls.Plan) -> Contender | None:
-  if importlib.util.find_spec("haliax") is None or len(plan.segments) > 1 or plan.segments[0].is_cycle:
+@functools.cache
+def _haliax_layer() -> Any:
+  """The module of the optional contender, or None; an installation that cannot be imported is told of, and the rest still runs."""
+  if importlib.util.find_spec("haliax") is None:
     return None
-  from benchmarks import haliax_layer  # pylint: disable=g-import-not-at-top  # optional
-  return Contender("haliax", *haliax_layer.functions(plan.num_layers, **plan.layers[0].kwargs))
+  try:
+    from benchmarks import haliax_layer  # pylint: disable=g-import-not-at-top
+  except ImportError as error:
+    print(f"haliax is left out, since importing it fails: {error}", file=sys.stderr)
+    return None
+  return haliax_layer
+
+
+def _haliax(plan: ls.Plan) -> Contender | None:
+  haliax_layer = None if len(plan.segments) > 1 or plan.segments[0].is_cycle else _haliax_layer()
+  return haliax_layer and Contender("haliax", *haliax_layer.functions(plan.num_layers, **plan.layers[0].kwargs))
 
 
 BUILDERS: dict[str, Callable[[ls.Plan], Contender | None]] = {
