@@ -38,6 +38,8 @@ class Call:
   """Whether loops run in Python over lists: per-layer arguments came as a list of arrays, and nothing is to be stacked."""
   seen: dict[str, set[str]] = dataclasses.field(default_factory=dict)
   """Tags by segment, filled at initialisation."""
+  fetched: list[str] = dataclasses.field(default_factory=list)
+  """Parameters that loops fetch ahead."""
   asked: dict[str, bool] = dataclasses.field(default_factory=dict)
   """Of which parameters it was asked whether they belong in host memory, and the answer."""
   paths: dict[str, bool] = dataclasses.field(default_factory=dict)

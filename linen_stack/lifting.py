@@ -4,13 +4,16 @@
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
 import dataclasses
 from typing import Any
 
 # Linen's transforms are all made by `pack` and `lift_transform`; neither has a public name.
 from flax.core.lift import pack
 from flax.linen.transforms import lift_transform  # pylint: disable=unused-import
+# Nor is there one to say that what follows is no part of the module that is being called.
+from flax.linen.module import _context
 import jax
 import numpy as np
 
@@ -19,6 +22,16 @@ def not_a_method(fn: Callable[..., Any]) -> Callable[..., Any]:
   """Marks a function over a module as no method of it, so that interceptors and tabulate see the layer's calls alone."""
   fn.method_handler_wrapped = True  # the mark by which Flax knows functions that it need not wrap
   return fn
+
+
+@contextlib.contextmanager
+def outside_of_linen() -> Iterator[None]:
+  """Hides the Linen modules around: they are no parents, nor do their mutable collections count, of what is made inside."""
+  _context.module_stack.append(None)
+  try:
+    yield
+  finally:
+    _context.module_stack.pop()
 
 
 def lift(fn: Callable[..., Any], stage: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 
 from linen_stack import lifting, prefetch, stages
 from linen_stack.specs import checked_count, nearest
-from linen_stack.stacked import (check_carry, fits, from_front, put_row, stack_rows, strong, take_row, to_front,
+from linen_stack.stacked import (check_carry, fits, from_front, is_box, put_row, stack_rows, strong, take_row, to_front, value,
                                  write_rows)
 
 broadcast = nn.broadcast
@@ -230,7 +230,12 @@ class _Loop:
       return tuple({c: to_front(v, self.axis(c), self.length, self.metadata, f"{where}: {c}") for c, v in cols.items()}
                    for cols in tree)
 
+    def unboxed(cols):
+      # A box would have the layer lay out again, as it is stored, what a source has gathered.
+      return {c: jax.tree.map(value, v, is_leaf=is_box) if c == "params" else v for c, v in cols.items()}
+
     whole, carried, stacked, in_place = at("whole"), at("carry"), fronted(at("stacked")), fronted(at("in place"))
+    stacked = tuple(map(unboxed, stacked)) if self.source else stacked
     initial = [not cols.get("params") for cols in variables]
     split_keys = {s: split_key(key, self.length) for s, key in rngs[own].items() if self.splits(s)}
     items, scanned = None, jax.tree.map(functools.partial(self._scanned, where), self.in_axes, args)
@@ -270,6 +275,9 @@ class _Loop:
     index = list(range(self.length)) if not self.rolled else jnp.arange(self.length) if needs_index else None
     state = (carried, in_place, items, strong(carry))
     split = stages.Stages.of(self.metadata.get(nn.PARTITION_NAME), stacked[own].get("params"))
+    if split is not None and self.source:
+      raise ValueError(f"{where}: its layers are split over mesh axis {' x '.join(split.axes)}, so that each goes to all devices when "
+                       "it is its turn, and cannot be fetched ahead; let the rules map that axis to None, or set prefetch=False")
     drive = self.drive if split is None else functools.partial(stages.drive, split, self, own)
     (carried, final, items, carry), (output, stacks, shared) = drive(body, state, (index, stacked, split_keys, scanned))
     if update:

@@ -16,7 +16,7 @@ and what is made of these alone never are: the backward loop has them at hand.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 import dataclasses
 import itertools
 from typing import Any
@@ -40,12 +40,6 @@ class Source:
 
   gather: Callable[[Any], Any] = lambda row: row
   scatter: Callable[[Any], Any] = lambda gradient: gradient
-
-
-def from_host(path: str, leaf: Any) -> Source | None:
-  """The source of parameters that are in host memory."""
-  del path
-  return Source() if on_host(leaf) else None
 
 
 def scan(body: Callable[..., Any], state: Any, xs: Any, source: Callable[[Any, Any], Source | None], *, length: int,
@@ -82,10 +76,11 @@ def _fetch(sources: Sequence[Source], weights: Sequence[Any], i: Any) -> list[An
 
 
 def _pipeline(compute: Callable[..., Any], fetch: Callable[[Any], Any], carry: Any, stacks: list[Any], indices: range,
-              unroll: int, apart: bool) -> tuple[Any, list[Any]]:
+              unroll: int, apart: bool, copied: Sequence[bool]) -> tuple[Any, list[Any]]:
   """For each of `indices`: `carry, rows = compute(carry, i, fetch(i))`, rows `i` of `stacks`. Returns (carry, stacks).
 
   Each step fetches for the next one, and the last nothing. `apart`: see `_apart`; `compute` gives no rows in host memory then.
+  `copied`: which of what is fetched has a buffer of its own, see `_copied`.
   """
   away = list(map(on_host, stacks))
 
@@ -103,7 +98,7 @@ def _pipeline(compute: Callable[..., Any], fetch: Callable[[Any], Any], carry: A
     ahead = fetch(i + indices.step)
     carry, rows = (_apart(layer) if apart else layer)(carry, i, w)
     carry, ahead = jax.lax.optimization_barrier((carry, ahead))
-    return (carry, send(there, rows, i), ahead if unroll > 1 or indices.step < 0 else _copied(ahead, w, i)), None
+    return (carry, send(there, rows, i), [_copied(new, old, i) if own else new for new, old, own in zip(ahead, w, copied)]), None
 
   here, there = ([x for x, host in zip(stacks, away) if host == where] for where in (False, True))
   # Not before the carry is there: the backward pass's first weights would be on the device all through the forward pass.
@@ -120,7 +115,8 @@ def _apart(fn: Callable[..., Any]) -> Callable[..., Any]:
   """`fn(carry, *args) -> (carry, output)` in a loop of one trip, which is one operation to what schedules those around it.
 
   Schedulers take a copy from the host to be short and start it late; but before or after the layer as a whole, it is before.
-  Not for a backward pass: its gradients would have to stay until the layer as a whole is done, and take room.
+  Not for a backward pass: its gradients would have to stay until the layer as a whole is done, and take room. Nor for what is
+  gathered from other devices: compilers hide that inside of the layer's products, which must be where they find them.
   """
 
   def run(carry, *args):
@@ -137,9 +133,10 @@ def _copied(new: Any, old: Any, i: Any) -> Any:
   What a loop carries has one buffer. Weights that were fetched straight into it would have to wait until the layer is done
   with its own. A choice that the compiler cannot foresee is a copy that it cannot leave out, so the fetch gets a buffer of
   its own. Unrolled loops need none: their steps take turns with two buffers. Nor do backward loops: a layer's last products
-  need none of its weights, so that the next one's come meanwhile, and the copy would take room.
+  need none of its weights, so that the next one's come meanwhile, and the copy would take room. Nor does what is gathered
+  from other devices: its buffer is one that products take along.
   """
-  return jax.tree.map(lambda a, b: jax.lax.select(jnp.broadcast_to(i >= 0, a.shape), a, b), new, old)
+  return jax.lax.select(jnp.broadcast_to(i >= 0, new.shape), new, old)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +163,10 @@ def _loop(layer: _Layer, rows: Sequence[Any], sources: Sequence[Source], length:
   """The loop over flat lists (consts, state, xs, weights) -> (state, ys), with its derivative."""
 
   def run(compute, weights, carry, stacks, indices, apart=False):
-    return _pipeline(compute, lambda i: _fetch(sources, weights, i), carry, stacks, indices, unroll, apart)
+    hosts = list(map(on_host, weights))
+    copied = [host and unroll == 1 and indices.step > 0 for host in hosts]
+    apart = apart and any(hosts)
+    return _pipeline(compute, lambda i: _fetch(sources, weights, i), carry, stacks, indices, unroll, apart, copied)
 
   @jax.custom_vjp
   def loop(consts, state, xs, weights):
@@ -196,7 +196,7 @@ def _loop(layer: _Layer, rows: Sequence[Any], sources: Sequence[Source], length:
     (to_consts, to_state), stacks = run(compute, weights, carry, stacks, range(length)[::-1])
     to_xs, to_weights = _cut(stacks, [len(_floats(xs)), len(scatters)])
     given, found = (consts, layer.state, xs, weights), (to_consts, to_state, to_xs, to_weights)
-    return tuple(map(_merged, given, found, [None] * 4))
+    return tuple(_merged(values, floats, itertools.repeat(None)) for values, floats in zip(given, found))
 
   loop.defvjp(forward, backward)
   return loop
@@ -212,7 +212,7 @@ class _Linear:
       values = list(itertools.chain(*parts))
 
       def of_floats(floats):
-        state, ys = layer(*_cut(_merged(values, floats), sizes))
+        state, ys = layer(*_cut(_merged(values, floats, values), sizes))
         return (_floats(state), _floats(ys)), (state, ys)
 
       _, transpose, out = jax.vjp(of_floats, _floats(values), has_aux=True)
@@ -268,10 +268,10 @@ def _floats(values: Sequence[Any]) -> list[Any]:
   return [x for x in values if _is_float(x)]
 
 
-def _merged(values: Sequence[Any], floats: Sequence[Any], other: Any = False) -> list[Any]:
-  """`values` with `floats` in the place of those that are such; None in that of the others if `other` is None."""
+def _merged(values: Sequence[Any], floats: Sequence[Any], others: Iterable[Any]) -> list[Any]:
+  """`floats` in the places of those `values` that are such, and what `others` has in the remaining places."""
   floats = iter(floats)
-  return [next(floats) if _is_float(x) else x if other is False else other for x in values]
+  return [next(floats) if _is_float(x) else other for x, other in zip(values, others)]
 
 
 def _cut(values: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:

@@ -66,9 +66,7 @@ def lay_out(boxed: Any, mesh: Any, rules: Any, plans: Iterable[Plan] = (), what:
     names = names_of(leaf) if is_box(leaf) else None
     if names is None:
       return PartitionSpec()
-    own = rules or getattr(leaf, "rules", None) or ()
-    if not isinstance(leaf, nn.LogicallyPartitioned):
-      own = (*own, *((axis, axis) for axis in mesh.axis_names))  # these may name axes of the mesh itself
+    own = _rules_of(leaf, mesh, rules)
     for name in names:
       if isinstance(name, str) and name not in counted and name not in dict(own):
         missing.setdefault(name, path)
@@ -80,6 +78,12 @@ def lay_out(boxed: Any, mesh: Any, rules: Any, plans: Iterable[Plan] = (), what:
   if missing:
     raise ValueError(_no_rule(missing, dict(rules)))
   return specs
+
+
+def _rules_of(box: Any, mesh: Any, rules: Rules) -> Rules:
+  own = tuple(rules or getattr(box, "rules", None) or ())
+  # Boxes of other kinds may name axes of the mesh itself.
+  return own if isinstance(box, nn.LogicallyPartitioned) else (*own, *((axis, axis) for axis in mesh.axis_names))
 
 
 def _no_rule(missing: Mapping[str, str], known: Iterable[str]) -> str:
@@ -128,6 +132,12 @@ def several(axes: Any) -> tuple[str, ...]:
   """Those of some mesh axes that have several devices, and that `jax.shard_map` has not taken."""
   mesh = jax.sharding.get_abstract_mesh()
   return tuple(axis for axis in as_tuple(axes) if axis not in mesh.manual_axes and mesh.shape.get(axis, 1) > 1)
+
+
+def spec_of(box: Any) -> PartitionSpec:
+  """How the rules around the call lay what is in a box over the mesh; axes without a rule are whole."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return nn.logical_to_mesh_axes(names_of(box) or (), _rules_of(box, mesh, nn.get_logical_axis_rules()))
 
 
 def constrain(x: Any, names: Sequence[str]) -> Any:

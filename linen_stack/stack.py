@@ -22,15 +22,16 @@ from flax import linen as nn
 from flax.core.scope import LazyRng
 import jax
 
-from linen_stack import lifts, loops, prefetch, sharding
+from linen_stack import lifts, loops, sharding
 from linen_stack.calls import Call, build, class_name
 from linen_stack.lifting import is_array, not_a_method
 from linen_stack.per_layer import join, wrap
 from linen_stack.plan import Plan, Run, Segment
 from linen_stack.policies import RematPolicy
+from linen_stack.sources import Sources
 from linen_stack.specs import keywords_checked
 from linen_stack.stacked import check_carry, strong
-from linen_stack.validation import check_axis, check_layout, check_selection, check_stack, levels
+from linen_stack.validation import check_axis, check_layout, check_placed, check_selection, check_stack, levels
 
 # What reports set to be handed each layer's program, as (segment, run, jaxpr), while a stack is initialised.
 observer: contextvars.ContextVar[Callable[[Segment, Run, Any], None] | None] = contextvars.ContextVar("observer", default=None)
@@ -77,8 +78,9 @@ class StackedDecoder(nn.Module):
   the host; `ls.host_shardings` places trees there, `ls.on_device` computes with them."""
 
   prefetch: bool = False
-  """With `offload_params`: fetch a layer (of a cycle: a repeat) while its predecessor computes, backward its successor, at
-  the price of the room for up to three and a half more. Reverse-mode derivatives alone."""
+  """Fetch a layer's parameters (of a cycle: a repeat's) while its predecessor computes, backward its successor, at the price
+  of the room for up to three and a half more: those in host memory, and those that are split over mesh axes over which the
+  batch is split as well, which are gathered; see `linen_stack.sources`. Reverse-mode derivatives alone."""
 
   collect_outputs: bool = False
   """Also return what the layers return beside the hidden states, stacked in layer order [layers, ...]. False: such outputs
@@ -103,7 +105,7 @@ class StackedDecoder(nn.Module):
   decode: str = "unroll"
   """How layers run whose per-layer arguments come as a list of arrays, such as caches: "unroll", layer by layer, nothing is
   stacked or copied; "scan", stacked for the loop and taken apart again. A stacked tree always takes the loop, and so do all
-  with `offload_params`: outside of a loop many layers' parameters would be fetched at once."""
+  with `offload_params` or `prefetch`: outside of a loop many layers' parameters would be fetched at once."""
 
   unroll: int = 1
   """Layers (of a cycle: repeats) per step of the outer loop, as in `jax.lax.scan`; in shorter segments all of them."""
@@ -151,7 +153,7 @@ class StackedDecoder(nn.Module):
       a per-layer argument: in the form of that argument, in layer order.
     """
     call = Call.of(self.plan, args, kwargs, layer_index=self.layer_index, static_argnames=self.static_argnames,
-                   decode="scan" if self.offload_params is not False else self.decode)
+                   decode="scan" if self.prefetch or self.offload_params is not False else self.decode)
     check_layout(self)
     self._check_call(x)
     x = strong(x)
@@ -162,6 +164,8 @@ class StackedDecoder(nn.Module):
       self._check_policies(call.seen)
       check_axis(self)
     self._traced(call)
+    if not self.is_initializing():
+      check_placed(self, call.fetched)
     if call.asked:
       check_selection(self, call.asked)
     if not self.collect_outputs and not (call.per_layer and jax.tree.leaves(outputs)):
@@ -172,14 +176,16 @@ class StackedDecoder(nn.Module):
 
   @nn.nowrap
   def _segment(self, segment: Segment, x: Any, call: Call) -> tuple[Any, Any]:
-    policy, ahead = self.policy(segment.name), self.prefetch and segment.length > 1 and not self.is_initializing()
+    policy = self.policy(segment.name)
+    ahead = self._ahead(segment, None, x, call) if segment.length > 1 else None
     if segment.is_cycle:
       target, body = _Block(functools.partial(self._runs, segment, call), name=segment.name), _call_block
       body = lifts.keep_around(body, policy) if self._is_split(segment.name) else body
     else:
       straight = call.listed or self.unroll > 1 or (policy.levels is not None and bool(policy.offload))
       rolled = segment.length > 1 and not straight
-      target, body = build(segment.block[0], segment.name), self._layer(segment, segment.runs[0], call, rolled, ahead)
+      body = self._layer(segment, segment.runs[0], call, rolled, ahead is not None)
+      target = build(segment.block[0], segment.name)
     if segment.length > 1:
       body = self._loop(body, segment.length, segment.name, call, rolled=not call.listed, policy=policy, ahead=ahead)
     elif policy.every > 1 and not call.listed:
@@ -196,11 +202,12 @@ class StackedDecoder(nn.Module):
     for run in segment.runs:
       alone = run.count == 1 and in_a_loop and self.barrier == "loop"
       looped = run.count > 1 and not unrolled
-      ahead = self.prefetch and (in_a_loop or looped) and not self.is_initializing()
+      source = self._ahead(segment, run, x, call) if looped and not in_a_loop else None
+      ahead = source is not None or (in_a_loop and self.prefetch and not self.is_initializing())
       together = self.offload_params is not False and in_a_loop and run.count > 1 and not self._levels(segment) and not ahead
       body = self._layer(segment, run, call, alone or looped, ahead, together)
       if run.count > 1:
-        body = self._loop(body, run.count, run.name, call, rolled=not unrolled, ahead=ahead and not in_a_loop)
+        body = self._loop(body, run.count, run.name, call, rolled=not unrolled, ahead=source)
         body = lifts.fetch_together(body, functools.partial(self._ask, call), policy) if together else body
       elif alone:
         body = lifts.one_trip(body)
@@ -209,7 +216,7 @@ class StackedDecoder(nn.Module):
 
   @nn.nowrap
   def _loop(self, body: Callable[..., Any], length: int, name: str, call: Call, rolled: bool,
-            policy: RematPolicy | None = None, ahead: bool = False) -> Callable[..., Any]:
+            policy: RematPolicy | None = None, ahead: Sources | None = None) -> Callable[..., Any]:
     """A loop of `length` steps over (target, x, parts, index, args, kwargs). `policy`: of the outer loop of a segment."""
     per_step = loops.listed if call.listed else 0
     options: dict[str, Any] = dict(
@@ -225,8 +232,13 @@ class StackedDecoder(nn.Module):
                      unroll_inner=bool(nested and policy.offload))
     # Nor from two loops where layers are split over a mesh.
     offloads = any(self.policy(segment.name).offloads for segment in self.plan)
-    return loops.scan(body, length, self.param_axis, source=prefetch.from_host if ahead else None,
-                      unroll_stages=offloads, **options)
+    return loops.scan(body, length, self.param_axis, source=ahead, unroll_stages=offloads, **options)
+
+  @nn.nowrap
+  def _ahead(self, segment: Segment, run: Run | None, x: Any, call: Call) -> Sources | None:
+    """What a loop over a segment, or over a run of it, fetches ahead."""
+    fetches = self.prefetch and not self.is_initializing()
+    return Sources(segment, run, call, x, tuple(self.scope.rngs)) if fetches else None
 
   @nn.nowrap
   def _is_split(self, name: str) -> bool:

@@ -1,11 +1,12 @@
 """Checks of a stack's options, before anything is traced."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 import functools
 import math
 import sys
 from typing import Any
+import warnings
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from linen_stack.calls import class_name, distinct_specs, layer_class, layer_sig
 from linen_stack.plan import Plan, Segment
 from linen_stack.specs import nearest
 from linen_stack.policies import RematPolicy
+from linen_stack.stacked import on_host
 
 HOST = "pinned_host"  # the memory that `jax.memory.Space.Host` is
 
@@ -126,9 +128,9 @@ def _check_prefetch(stack: Any) -> None:
     raise TypeError(f"prefetch must be True or False, not {stack.prefetch!r}")
   if not stack.prefetch:
     return
-  if stack.offload_params is False:
-    raise ValueError("prefetch=True has nothing to fetch: the parameters are on the device, and those that are split over a mesh "
-                     "are gathered where layers use them; set offload_params=True to keep them in host memory, or prefetch=False")
+  if not stack.scan:
+    raise ValueError("prefetch=True fetches for the next step of a loop over layers, and with scan=False there is none; set "
+                     "scan=True, or prefetch=False")
   for segment in stack.plan:
     policy = stack.policy(segment.name)
     if policy.levels is not None or policy.every > 1:
@@ -138,6 +140,23 @@ def _check_prefetch(stack: Any) -> None:
   if not any(segment.length > 1 or (run.count > 1 and stack.inner != "unroll") for segment in stack.plan for run in segment.runs):
     raise ValueError("prefetch=True fetches for the next step of a loop over layers, and no segment of the plan is one ("
                      f"{', '.join(segment.name for segment in stack.plan)}); set prefetch=False")
+
+
+def check_placed(stack: Any, fetched: Collection[str]) -> None:
+  """Raises ValueError where a call with `prefetch` found no parameters to fetch, and warns where one with `offload_params` found
+  none in host memory: results are right, but nothing is saved."""
+  place = "jax.device_put(params, ls.host_shardings(stack, params))"
+  if stack.prefetch and not fetched:
+    raise ValueError(f"prefetch=True has nothing to fetch: no parameter of a loop is in host memory (offload_params=True, and {place}), "
+                     "and none is split over a mesh axis that splits the batch as well (jax.set_mesh and nn.logical_axis_rules "
+                     "around the call, with rules for 'batch' and for the names of the parameters' axes); place them in one of "
+                     "these ways, or set prefetch=False")
+  if stack.offload_params is False or stack.prefetch:
+    return
+  params = stack.variables.get("params", {})
+  if not any(on_host(leaf) for segment in stack.plan for leaf in jax.tree.leaves(params.get(segment.name))):
+    warnings.warn(f"offload_params={stack.offload_params}, but the parameters are on the device, and stay there: {place} brings "
+                  "them to host memory; shapes without values need those shardings as well", stacklevel=2)
 
 
 def _check_names(stack: Any) -> None:

@@ -83,6 +83,7 @@ def check(plan, rules, **options):
   assert_close(jax.device_get(got), wanted(plan, stack.scan, stack.param_axis), rtol=3e-6)
   assert jax.tree.leaves(got[1])[0].sharding == jax.tree.leaves(shardings)[0]
   assert max(gathered(step.as_text()), default=0) < 4 * EMBED * HIDDEN
+  return step.as_text()
 
 
 POLICIES = {"none": "none", "full": "full", "saving": ls.RematPolicy(save=["mlpwi_0"]),

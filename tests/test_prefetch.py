@@ -1,5 +1,6 @@
 """Layers whose parameters are fetched while the layer before computes: the numbers, what is kept, and what is fetched when."""
 import functools
+import warnings
 
 from flax import linen as nn
 import jax
@@ -9,7 +10,7 @@ import pytest
 
 import linen_stack as ls
 from linen_stack import prefetch
-from tests import interpret
+from tests import interpret, test_mesh_layouts as layouts
 from tests.reference import A, B, PLANS, assert_close, make_variables
 from tests.test_placement import Busy, loss_of, on_host, params_of, placed, products, programs_in, stack_of
 
@@ -171,14 +172,102 @@ def stack_with(plan="homogeneous", **options):
 
 
 @pytest.mark.parametrize("make, error, words", [
-    (lambda: stack_with(offload_params=False), ValueError, "nothing to fetch.*set offload_params=True"),
+    (lambda: stack_with(offload_params=False, scan=False), ValueError, "with scan=False there is none"),
     (lambda: stack_with(prefetch="yes"), TypeError, "prefetch must be True or False, not 'yes'"),
     (lambda: stack_with(remat=ls.RematPolicy(every=2)), ValueError, "segment 'layers' has every=2"),
     (lambda: stack_with(remat=ls.RematPolicy(levels=(2, 2))), ValueError, r"segment 'layers' has levels=\(2, 2\)"),
     (lambda: stack_with("one layer"), ValueError, "no segment of the plan is one .*set prefetch=False"),
-    (lambda: ls.scan(lambda layer, x: (x, None), 4, source=prefetch.from_host, reverse=True), ValueError, "not with reverse"),
-    (lambda: ls.static_unroll(lambda layer, x: (x, None), 4, source=prefetch.from_host), TypeError, "takes no source"),
+    (lambda: ls.scan(lambda layer, x: (x, None), 4, source=prefetch_all, reverse=True), ValueError, "not with reverse"),
+    (lambda: ls.static_unroll(lambda layer, x: (x, None), 4, source=prefetch_all), TypeError, "takes no source"),
 ])
 def test_what_cannot_be(make, error, words):
   with pytest.raises(error, match=words):
     make()
+
+
+# Split over devices -------------------------------------------------------------------------------------------------------
+
+
+GATHERED = {
+    "flat": ("flat", {}), "kept": ("prefix", dict(remat="none")), "saving": ("nested", dict(remat=layouts.POLICIES["saving"])),
+    "offloading": ("cycle", dict(remat=layouts.POLICIES["offloading"])), "host": ("remainder", dict(offload_params=0)),
+    "axis 1": ("flat", dict(param_axis=1)), "two a step": ("flat", dict(unroll=2)),
+}
+
+
+@pytest.mark.parametrize("case", GATHERED)
+def test_layers_that_are_split_as_the_batch_are_gathered_ahead(case):
+  """On data x fsdp x tensor: the numbers of one device, no gathers of more than a repeat, none of which this step has need."""
+  plan, options = GATHERED[case]
+  text = layouts.check(plan, layouts.RULES, **options, prefetch=True)
+  repeat = max(len(segment.block) for segment in layouts.PLANS[plan]) * layouts.EMBED * layouts.HIDDEN
+  assert 0 < max(layouts.gathered(text)) <= repeat
+  if case == "flat":
+    bodies = ls.inspect.overlap(text)
+    assert len(bodies) == 2 and all(transfer.ahead for body in bodies for transfer in body.transfers)
+    assert not all(transfer.ahead for body in ls.inspect.overlap(layouts.check(plan, layouts.RULES, **options))
+                   for transfer in body.transfers)
+
+
+@pytest.mark.parametrize("length", [2, 5])
+def test_each_layer_is_gathered_once_forward_and_once_backward(length):
+  """And gathered layers are not kept. Of a layer alone there is no loop."""
+  stack = ls.StackedDecoder(ls.Plan.homogeneous(layouts.A, length), prefetch=True)
+  boxed = make_variables(stack, layouts.X)["params"]
+  params = nn.unbox(boxed)
+  with jax.set_mesh(layouts.mesh()), nn.logical_axis_rules(layouts.RULES):
+    programs = [jax.make_jaxpr(fn(layouts.loss(stack)))(params, layouts.X).jaxpr for fn in (lambda fn: fn, jax.grad)]
+    of_boxes = jax.make_jaxpr(layouts.loss(stack))(boxed, layouts.X).jaxpr
+  # Three parameters, and one constraint of the layer's own that its recomputation and its transpose repeat.
+  assert [count(program, "sharding_constraint") for program in programs] == [4 * length, (3 + 1 + 3 + 2 + 3) * length]
+  assert count(of_boxes, "sharding_constraint") == 4 * length  # boxes do not split again what was gathered
+  stacked = [var.aval.shape for eqn in programs[1].eqns if eqn.primitive.name == "scan" for var in eqn.outvars]
+  assert stacked.count((length, layouts.EMBED, layouts.HIDDEN)) == 1  # the gradient
+
+
+def test_layers_on_explicit_axes_are_gathered_ahead():
+  """By what arrays say of themselves; axes of the batch are those of the hidden states. The layer has no constraints."""
+  stack = ls.StackedDecoder(ls.Plan.homogeneous(A, 3), prefetch=True)
+  params = nn.unbox(make_variables(stack, X))["params"]
+  want = jax.jit(jax.value_and_grad(lambda params: layouts.loss(stack.clone(prefetch=False))(params, layouts.X)))(params)
+  mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+  with jax.set_mesh(mesh):
+    split = lambda x: NamedSharding(mesh, P(None, "data") if x.ndim == 3 else P())
+    placed_params = jax.device_put(params, jax.tree.map(split, params))
+    x = jax.device_put(layouts.X, NamedSharding(mesh, P("data")))
+    got = jax.jit(jax.value_and_grad(layouts.loss(stack)))(placed_params, x)
+  assert jax.tree.all(jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), got[1], placed_params))
+  assert_close(jax.device_get(got), jax.device_get(want))
+
+
+def test_nothing_to_fetch():
+  """Parameters on the device, whatever they were meant to be, without a mesh, and on one whose rules split no parameter."""
+  params, tiny = params_of("homogeneous"), ls.StackedDecoder(layouts.PLANS["flat"], prefetch=True)
+  words = "prefetch=True has nothing to fetch: .*ls.host_shardings.*nn.logical_axis_rules.* or set prefetch=False"
+  for offload in (0, False):
+    with pytest.raises(ValueError, match=words):
+      jax.eval_shape(stack_with(offload_params=offload).apply, {"params": params}, X)
+  shapes = nn.unbox(jax.eval_shape(tiny.init, jax.random.key(0), layouts.X))  # which only makes what there will be to fetch
+  for rules in ((), (("batch", "data"), ("embed", "fsdp"), ("mlp", "tensor")), (("embed", "fsdp"),)):
+    with jax.set_mesh(layouts.mesh()), nn.logical_axis_rules(rules), pytest.raises(ValueError, match=words):
+      jax.eval_shape(tiny.apply, shapes, layouts.X)
+  with jax.set_mesh(layouts.mesh()), nn.logical_axis_rules((*layouts.RULES, ("layers", "data"))):
+    with pytest.raises(ValueError, match="layers are split over mesh axis data.*cannot be fetched ahead.*map that axis to None"):
+      jax.eval_shape(tiny.apply, shapes, layouts.X)
+  host = placed(stack_with(offload_params=0), params)
+  assert jax.eval_shape(stack_with(offload_params=0).apply, {"params": host}, X).shape == X.shape
+
+
+def test_gradients_are_checked_with_parameters_where_they_are_made():
+  assert ls.inspect.check_gradients(stack_with(offload_params=0), X).ok
+
+
+def test_parameters_on_the_device_that_were_to_be_in_host_memory():
+  """Results are right, so that it is a warning."""
+  stack, params = ls.StackedDecoder(PLANS["homogeneous"], offload_params=0), params_of("homogeneous")
+  with pytest.warns(UserWarning, match="offload_params=0, but the parameters are on the device.*host_shardings"):
+    jax.eval_shape(stack.apply, {"params": params}, X)
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    jax.eval_shape(stack.apply, {"params": placed(stack, params)}, X)
+    jax.eval_shape(stack.init, jax.random.key(0), X)

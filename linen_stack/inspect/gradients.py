@@ -108,7 +108,8 @@ def _disturbed(params: Any, seed: int) -> Any:
       return leaf
     wide = np.asarray(leaf, np.float32)
     scale = np.sqrt(np.mean(np.square(wide))) or 1.0
-    return jnp.asarray(wide + 0.1 * scale * random.standard_normal(wide.shape, np.float32), leaf.dtype)
+    moved = (wide + 0.1 * scale * random.standard_normal(wide.shape, np.float32)).astype(leaf.dtype)
+    return jax.device_put(moved, leaf.sharding)  # in host memory, if it was made there
 
   return jax.tree.map(disturb, params)
 

@@ -1,7 +1,8 @@
 """Whether weights travel while matrix products run, read from the text of a program that a TPU compiler has scheduled.
 
 In a scheduled program the order of a computation's lines is the order in which they run. What is brought from host
-memory, or gathered from other devices, starts at one line and is done at another; products between the two hide it.
+memory, or gathered from other devices, starts at one line and is done at another; products between the two hide it. Some
+compilers have the products take a gather along, as one more part of their fusions: these are between its start and its end.
 """
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ _LINE = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
 _NAME = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(r"(?:calls|body|to_apply|true_computation|false_computation)=%?([\w.\-]+)|branch_computations=\{([^}]*)\}")
 _BODY = re.compile(r" while\(.*body=%?([\w.\-]+)")
+_CHANNEL = re.compile(r"channel_id=(\d+)")
 _HOST = "S(5)"  # how layouts mark host memory
 _PRODUCTS = ("convolution", "dot")
 
@@ -59,6 +61,8 @@ class _Operation:
   opcode: str
   operands: tuple[str, ...]
   called: tuple[str, ...]
+  channel: str
+  """By which parts of one operation between devices find each other."""
 
 
 def overlap(text: str) -> tuple[LoopBody, ...]:
@@ -86,7 +90,9 @@ def _parse(text: str) -> dict[str, list[_Operation]]:
       name, kind, opcode, rest = found.groups()
       called = [one or several for one, several in _CALLED.findall(rest)]
       names = tuple(name.strip().lstrip("%") for entry in called for name in entry.split(","))
-      current.append(_Operation(name, kind, opcode, tuple(_NAME.findall(_inside(rest))), names))
+      in_text = _CHANNEL.search(rest)
+      current.append(_Operation(name, kind, opcode, tuple(_NAME.findall(_inside(rest))), names,
+                                in_text[1] if in_text else name))
   return computations
 
 
@@ -104,28 +110,37 @@ def _body(name: str, computations: dict[str, list[_Operation]]) -> LoopBody:
   operations = computations[name]
   counts = [_products(operation, computations) for operation in operations]
   transfers = []
-  for start, kind in _starts(operations, computations):
-    end = next((i for i, op in enumerate(operations) if op.opcode.endswith("-done") and operations[start].name in op.operands),
-               start)
+  for start, end, kind in _spans(operations, computations):
     if kind == "host" and _HOST in operations[end].type:
       continue  # it stays in host memory
+    if end > start and counts[start]:
+      continue  # a gather of the loop around, which products take along
     users = _users(operations, operations[end].name)
     ahead = not any(count for op, count in zip(operations, counts) if op.name in users)
     transfers.append(Transfer(operations[start].name, kind, sum(counts[start:end]), ahead))
   return LoopBody(name, sum(counts), tuple(transfers))
 
 
-def _starts(operations: list[_Operation], computations: dict[str, list[_Operation]]) -> Iterator[tuple[int, str]]:
-  """Operations that start to bring something, and what kind it is of."""
+def _spans(operations: list[_Operation], computations: dict[str, list[_Operation]]) -> Iterator[tuple[int, int, str]]:
+  """Where something starts to be brought and where it is there, and what kind it is of."""
   types = {operation.name: operation.type for operation in operations}
+  done = {name: i for i, op in enumerate(operations) if op.opcode.endswith("-done") for name in op.operands}
+  gathers: dict[str, list[int]] = {}
   for i, operation in enumerate(operations):
-    starts = operation.opcode.endswith("-start")
-    if operation.opcode.startswith("all-gather") and not operation.opcode.endswith("-done"):
-      yield i, "all-gather"
-    elif starts and any(op.opcode.startswith("all-gather") for called in operation.called for op in computations.get(called, ())):
-      yield i, "all-gather"
-    elif starts and operation.operands and _HOST in types.get(operation.operands[0], "") and "update" not in operation.opcode:
-      yield i, "host"
+    for channel in _gathered(operation, computations):
+      gathers.setdefault(channel, []).append(i)
+    if operation.opcode.endswith("-start") and operation.operands and "update" not in operation.opcode:
+      if _HOST in types.get(operation.operands[0], ""):
+        yield i, done.get(operation.name, i), "host"
+  for parts in gathers.values():
+    yield parts[0], done.get(operations[parts[0]].name, parts[-1]), "all-gather"
+
+
+def _gathered(operation: _Operation, computations: dict[str, list[_Operation]]) -> Iterator[str]:
+  """The channels of the gathers of which an operation, a fusion or one that starts asynchronously, is a part."""
+  inner = (op for called in operation.called for op in computations.get(called, ()))
+  parts = inner if operation.opcode == "fusion" or operation.opcode.endswith("-start") else ()
+  return (op.channel for op in (operation, *parts) if op.opcode.startswith("all-gather") and not op.opcode.endswith("-done"))
 
 
 def _products(operation: _Operation, computations: dict[str, list[_Operation]]) -> int:

@@ -8,8 +8,7 @@ Variables of NNX stand in three collections: `params` (`nnx.Param` itself), `cac
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-import contextlib
+from collections.abc import Callable, Mapping
 import dataclasses
 import functools
 import inspect
@@ -17,14 +16,14 @@ from typing import Any
 
 from flax import linen as nn
 from flax import nnx
-# Linen has no public way to say that what follows is no part of the module that is being called.
-from flax.linen.module import _context
 import jax
 
 from linen_stack.calls import class_name
-from linen_stack.lifting import split_static
+from linen_stack.lifting import outside_of_linen, split_static
+from linen_stack.nnx.trees import boxed
 from linen_stack.plan import Plan, Segment
 from linen_stack.specs import LayerSpec
+from linen_stack.stacked import is_box
 from linen_stack.tags import tagged_names
 
 Path = tuple[Any, ...]
@@ -105,6 +104,12 @@ class Hosted:
   def __call__(self, *, spec: LayerSpec, session: Session, name: str) -> Host:
     return Host(spec=spec, session=session, name=name)
 
+  def boxes(self, arguments: Mapping[str, Any], path: Path) -> dict[Path, Any]:
+    """What boxes the parameters of one layer of the run at `path` would be in on the Linen side, as far as axes have names."""
+    kinds = arguments["session"].records[path].kinds
+    boxes = {tuple(map(str, leaf)): boxed(kind) for leaf, kind in kinds.items() if collection(kind) == "params"}
+    return {leaf: box for leaf, box in boxes.items() if is_box(box)}
+
 
 def hosted(plan: Plan, session: Session | None = None, called: bool = True) -> Plan:
   """The plan of Linen modules for a plan of NNX layers. `called`: with the layers' own arguments."""
@@ -122,7 +127,7 @@ def make(host: Host, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
   """Makes a layer of the host's spec, with the host's rng streams, and stores its variables."""
   del args, kwargs
   spec, rngs = host.spec, nnx.Rngs(**{stream: host.make_rng(stream) for stream in host.scope.rngs})
-  with _outside_of_linen():
+  with outside_of_linen():
     layer = spec.cls(**spec.kwargs, **({"rngs": rngs} if takes(constructor(spec), "rngs") else {}))
   if not isinstance(layer, nnx.Module):
     raise TypeError(f"{spec!r} made {type(layer).__name__}, which is no flax.nnx Module; bridge Linen layers with "
@@ -160,7 +165,7 @@ def call(host: Host, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     kwargs = {**kwargs, "rngs": nnx.Rngs(**{stream: host.make_rng(stream) for stream in host.scope.rngs})}
   if session.seen is not None:
     session.seen.setdefault(host.path[0], set()).update(_tags(before, values, x, args, kwargs))
-  with _outside_of_linen():
+  with outside_of_linen():
     result = layer(x, *args, **kwargs)
   _store(host, layer, graph)
   return result
@@ -187,20 +192,10 @@ def _tags(record: Record, values: Mapping[Path, Any], *call: Any) -> set[str]:
 
   def program(arrays):
     values, (x, args, kwargs) = rebuild(arrays)
-    with _outside_of_linen():
+    with outside_of_linen():
       record.layer(values)(x, *args, **kwargs)
 
   return tagged_names(jax.make_jaxpr(program)(arrays).jaxpr)
-
-
-@contextlib.contextmanager
-def _outside_of_linen() -> Iterator[None]:
-  """Hides the Linen modules around: they are no parents, nor do their mutable collections count, in an NNX layer."""
-  _context.module_stack.append(None)
-  try:
-    yield
-  finally:
-    _context.module_stack.pop()
 
 
 # Variables in scopes ------------------------------------------------------------------------------------------------------

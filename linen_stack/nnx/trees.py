@@ -80,7 +80,7 @@ def variables(module: nnx.Module) -> dict[str, Any]:
     tree = out.setdefault(_collection(variable), {})
     for key in path[:-1]:
       tree = tree.setdefault(key, {})
-    tree[path[-1]] = _boxed(variable)
+    tree[path[-1]] = boxed(variable)
   return out
 
 
@@ -126,7 +126,8 @@ def _collection(variable: nnx.Variable) -> str:
   return nnx.variable_name_from_type(type(variable), allow_register=True)
 
 
-def _boxed(variable: nnx.Variable) -> Any:
+def boxed(variable: nnx.Variable) -> Any:
+  """The value of a variable, in a box where its axes have names."""
   array, names = variable.get_value(), axis_names(variable.get_metadata(_NAMES, None))
   if names is None:
     return array
