@@ -134,7 +134,7 @@ def several(axes: Any) -> tuple[str, ...]:
   return tuple(axis for axis in as_tuple(axes) if axis not in mesh.manual_axes and mesh.shape.get(axis, 1) > 1)
 
 
-def spec_of(box: Any) -> PartitionSpec:
+def spec_of_box(box: Any) -> PartitionSpec:
   """How the rules around the call lay what is in a box over the mesh; axes without a rule are whole."""
   mesh = jax.sharding.get_abstract_mesh()
   return nn.logical_to_mesh_axes(names_of(box) or (), _rules_of(box, mesh, nn.get_logical_axis_rules()))

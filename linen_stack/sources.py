@@ -9,6 +9,7 @@
 The mesh axes of the batch are those of the rule for "batch" (or "activation_batch"), without one on explicit axes those of the
 hidden states' first axis. How a row is split is said by arrays on explicit axes, and by rules for the logical names that the
 layer gives its parameters elsewhere; of parameters without a box the names are those that a layer would be initialised with.
+Parameters with an axis "expert" are left to the layer, which sends tokens to experts, or gathers these, as it likes.
 """
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from linen_stack import lifting, sharding
 from linen_stack.calls import Call, build
 from linen_stack.plan import Run, Segment
 from linen_stack.prefetch import Source
-from linen_stack.stacked import is_box, on_host, take_row
+from linen_stack.stacked import is_box, names_of, on_host, take_row
 
 Axes = tuple[tuple[str, ...], ...]
 
@@ -79,7 +80,9 @@ class Sources:
       block = (run.name,) if in_block else ()
       outer = ((),) if in_block and run.count > 1 else ()
       for path, box in self._boxes(run).items():
-        found["/".join((*block, *path))] = (*outer, *map(sharding.several, sharding.spec_of(box)))
+        if "expert" in (names_of(box) or ()):
+          continue
+        found["/".join((*block, *path))] = (*outer, *map(sharding.several, sharding.spec_of_box(box)))
     return found
 
   def _boxes(self, run: Run) -> Mapping[tuple[str, ...], Any]:

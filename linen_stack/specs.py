@@ -32,18 +32,27 @@ def checked_name(value: Any, argument: str) -> str:
   return value
 
 
+def parameters_of(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+  """The parameters of a callable; None where it has no signature."""
+  cls = target.func if isinstance(target, functools.partial) else target
+  # Classes whose metaclass takes any argument, such as those of NNX modules, have the signature of that.
+  past = isinstance(cls, type) and type(cls).__call__ is not type.__call__
+  try:
+    return inspect.signature(cls.__init__ if past else target).parameters
+  except (TypeError, ValueError):
+    return None
+
+
 def check_keywords(target: Callable[..., Any], given: Iterable[str], hidden: Iterable[str] = ()) -> None:
   """Raises TypeError for keyword arguments that `target` does not take. `hidden`: names that are not for users."""
-  try:
-    parameters = inspect.signature(target).parameters
-  except (TypeError, ValueError):
-    return  # a callable without a signature
-  if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+  parameters = parameters_of(target)
+  if parameters is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
     return
   known = [name for name in parameters if name not in hidden]
   for name in given:
     if name not in known:
-      raise TypeError(f"{getattr(target, '__name__', target)} has no argument {name!r}; {nearest(name, known)}")
+      called = getattr(getattr(target, "func", target), "__name__", target)
+      raise TypeError(f"{called} has no argument {name!r}; {nearest(name, known)}")
 
 
 def keywords_checked(cls: type) -> type:

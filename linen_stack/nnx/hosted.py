@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 import dataclasses
-import functools
 import inspect
 from typing import Any
 
@@ -22,7 +21,7 @@ from linen_stack.calls import class_name
 from linen_stack.lifting import outside_of_linen, split_static
 from linen_stack.nnx.trees import boxed
 from linen_stack.plan import Plan, Segment
-from linen_stack.specs import LayerSpec
+from linen_stack.specs import LayerSpec, parameters_of
 from linen_stack.stacked import is_box
 from linen_stack.tags import tagged_names
 
@@ -128,23 +127,12 @@ def make(host: Host, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
   del args, kwargs
   spec, rngs = host.spec, nnx.Rngs(**{stream: host.make_rng(stream) for stream in host.scope.rngs})
   with outside_of_linen():
-    layer = spec.cls(**spec.kwargs, **({"rngs": rngs} if takes(constructor(spec), "rngs") else {}))
+    layer = spec.cls(**spec.kwargs, **({"rngs": rngs} if takes(parameters_of(spec.cls), "rngs") else {}))
   if not isinstance(layer, nnx.Module):
     raise TypeError(f"{spec!r} made {type(layer).__name__}, which is no flax.nnx Module; bridge Linen layers with "
                     "ls.nnx.bridged(plan, x)")
   _store(host, layer)
   return x
-
-
-def constructor(spec: LayerSpec) -> Mapping[str, inspect.Parameter] | None:
-  """The parameters with which a spec's layers are made, if they can be known."""
-  cls = spec.cls.func if isinstance(spec.cls, functools.partial) else spec.cls
-  # Classes of NNX modules have the signature of their metaclass, which takes anything.
-  target = cls.__init__ if isinstance(cls, type) else cls
-  try:
-    return inspect.signature(target).parameters
-  except (TypeError, ValueError):
-    return None
 
 
 def takes(parameters: Mapping[str, inspect.Parameter] | None, name: str) -> bool:

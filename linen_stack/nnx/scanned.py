@@ -17,7 +17,7 @@ from linen_stack.nnx import hosted
 from linen_stack.nnx.hosted import Path, Record, Session
 from linen_stack.nnx.trees import graft, stack_names, unstack_names
 from linen_stack.plan import Plan, Segment
-from linen_stack.specs import LayerSpec, nearest
+from linen_stack.specs import LayerSpec
 from linen_stack.stack import StackedDecoder
 
 # Policies whose names were found among the tags of a plan's layers, so that calls need not look again.
@@ -180,10 +180,7 @@ def _check_spec(spec: LayerSpec) -> None:
                     "ls.nnx.bridged(plan, x) makes NNX layers of them")
   if isinstance(cls, nnx.Module) or (isinstance(cls, type) and not issubclass(cls, nnx.Module)):
     raise TypeError(f"cls of {spec!r} must be an nnx.Module class, or a function that returns one")
-  parameters = hosted.constructor(spec)
   for name, value in spec.kwargs.items():
-    if not hosted.takes(parameters, name):
-      raise TypeError(f"layer {class_name(spec)} has no argument {name!r}; {nearest(name, list(parameters)[1:])}")
     if any(isinstance(leaf, (nnx.Pytree, nnx.Variable)) for leaf in _nodes(value)):
       raise TypeError(f"layer {class_name(spec)}: argument {name!r} holds an NNX module or variable, of which each layer "
                       "would get a copy; let the layer make its own, or pass arrays to the call, which all layers see")

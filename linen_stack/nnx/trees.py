@@ -10,11 +10,12 @@ from typing import Any
 
 from flax import linen as nn
 from flax import nnx
+from flax.traverse_util import flatten_dict
 import jax.numpy as jnp
 
 from linen_stack.lifting import changed
 from linen_stack.specs import nearest
-from linen_stack.stacked import axis_names, is_box, named, stacked_axis, unnamed, value
+from linen_stack.stacked import axis_names, named, stacked_axis, unnamed, value
 
 _NAMES = "out_sharding"
 
@@ -98,8 +99,7 @@ def update(module: nnx.Module, variables: Mapping[str, Any]) -> None:  # pylint:
   if not isinstance(variables, Mapping) or not all(isinstance(tree, Mapping) for tree in variables.values()):
     raise TypeError("variables must be a dict of collections, such as {'params': {...}}, not "
                     f"{type(variables).__name__}")
-  given = {("/".join((collection, *path))): leaf for collection, tree in variables.items()
-           for path, leaf in _flat(tree)}
+  given = {"/".join(map(str, path)): value(leaf) for path, leaf in flatten_dict(variables).items()}
   there = {"/".join((_collection(variable), *path)): variable for path, variable in _leaves(module)}
   wanted = {path: variable for path, variable in there.items() if path.split("/")[0] in variables}
   for path in given:
@@ -135,11 +135,3 @@ def boxed(variable: nnx.Variable) -> Any:
   if kind is None:
     return nn.LogicallyPartitioned(array, names)
   return kind.from_nnx_metadata({**variable.get_metadata(), "value": array})
-
-
-def _flat(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-  for key, leaf in tree.items():
-    if isinstance(leaf, Mapping):
-      yield from _flat(leaf, (*path, str(key)))
-    else:
-      yield (*path, str(key)), value(leaf) if is_box(leaf) else leaf
