@@ -214,6 +214,11 @@ def check_layout(stack: Any) -> None:
     if sharding.over(name):
       raise ValueError(f"offload_params: the layers along {name!r} are split over mesh axis {' x '.join(sharding.over(name))}, but "
                        "they are fetched from host memory one by one, by all devices; let the rules map that axis to None")
+  given, names = stack.scope.root.variables(), [segment.name for segment in stack.plan]
+  top = {*stack.scope.path[:1]} or {*names, *(f"{name}_0" for name in names)}
+  if "params" not in given and not top.isdisjoint(given):
+    raise ValueError(f"there is no collection 'params' among the variables, but {', '.join(map(repr, given))}: they are the "
+                     'parameters themselves; pass {"params": params}')
   check_axis(stack)
   has = functools.partial(stack.has_variable, "params")
   for segment in stack.plan:

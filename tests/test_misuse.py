@@ -105,6 +105,22 @@ def test_hidden_states_that_are_no_arrays(hidden):
     ls.StackedDecoder(ls.Plan.homogeneous(A, 2)).init(KEY, hidden)
 
 
+class Around(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return ls.StackedDecoder(ls.Plan.homogeneous(A, 3), name="stack")(x)
+
+
+@pytest.mark.parametrize("model", [
+    Around(), ls.StackedDecoder(ls.Plan.homogeneous(A, 3)), ls.StackedDecoder(ls.Plan.homogeneous(A, 3), scan=False),
+], ids=["inside", "scan", "apart"])
+def test_parameters_without_their_collection(model):
+  variables = make_variables(model, X)
+  with pytest.raises(ValueError, match="no collection 'params' .*, but '(stack|layers|layers_0)'.*pass {\"params\": params}"):
+    model.apply(variables["params"], X)
+  assert model.apply(variables, X).shape == X.shape
+
+
 @pytest.mark.parametrize("axis", [3, 5, -4])
 def test_an_axis_that_no_parameter_has(axis):
   """Stacked kernels have three axes; biases of fewer axes have their layers last. In a loop in a loop there are four."""
