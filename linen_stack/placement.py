@@ -60,9 +60,11 @@ def host_shardings(stack: StackedDecoder | Plan, abstract: Any, mesh: Mesh | Non
   leaves, treedef = jax.tree_util.tree_flatten_with_path(abstract, is_leaf=is_box)
   paths = [keys(path) for path, _ in leaves]
   variables = isinstance(abstract, Mapping) and "params" in abstract
-  _check_one_place(stack.plan, [path for path in paths if not variables or path[0] == "params"])
-  # Optimisers keep other things under the paths of parameters as well; where all is dicts, it is the parameters.
+  # Optimisers keep other things under the paths of parameters as well, and some have a dict with a state for each group of
+  # parameters; where all is dicts, it is the parameters.
   parameters = all(isinstance(key, jax.tree_util.DictKey) for path, _ in leaves for key in path)
+  if parameters:
+    _check_one_place(stack.plan, [path for path in paths if not variables or path[0] == "params"])
   asked: dict[str, bool] = {}
   hosts = []
   for path, (_, leaf) in zip(paths, leaves):

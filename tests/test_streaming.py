@@ -53,8 +53,8 @@ OPTIMIZERS = {
     "whole leaves": optax.adafactor(1e-2, min_dim_size_to_factor=4),
     "norms of leaves": optax.lamb(1e-2),
     "conditions": optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
-    "parts": optax.multi_transform({"a": optax.adam(1e-2), "b": optax.set_to_zero()},
-                                   {"first": "a", "layers": {"a": "a", "b": "b"}, "embedding": "b"}),
+    "parts": optax.multi_transform({"a": optax.adam(1e-2), "b": optax.sgd(1e-2, momentum=0.9), "c": optax.set_to_zero()},
+                                   {"first": "a", "layers": {"a": "a", "b": "b"}, "embedding": "c"}),
 }
 
 
