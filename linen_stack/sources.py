@@ -21,7 +21,7 @@ from typing import Any
 
 from flax import linen as nn
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from linen_stack import lifting, sharding
 from linen_stack.calls import Call, build
@@ -110,10 +110,8 @@ class Sources:
 
 
 def _laid_out(axes: Axes) -> Any:
-  spec = PartitionSpec(*(entry or None for entry in axes))
-
-  def lay_out(x):
-    explicit = jax.sharding.get_abstract_mesh().explicit_axes
-    return jax.sharding.reshard(x, spec) if explicit else jax.lax.with_sharding_constraint(x, spec)
-
-  return lay_out
+  # With its mesh: the loop's derivative may be traced where that is not around any more.
+  mesh = jax.sharding.get_abstract_mesh()
+  sharding_of_row = NamedSharding(mesh, PartitionSpec(*(entry or None for entry in axes)))
+  lay_out = jax.sharding.reshard if mesh.explicit_axes else jax.lax.with_sharding_constraint
+  return lambda row: lay_out(row, sharding_of_row)

@@ -7,7 +7,7 @@ import pytest
 
 import linen_stack as ls
 from tests import interpret
-from tests.nnx_reference import WIDTH, abstract, filled, loss_of, params_of, plan_of
+from tests.nnx_reference import WIDTH, Twin, abstract, filled, loss_of, params_of, plan_of
 from tests.reference import assert_close
 from tests.test_placement import on_host
 from tests.test_prefetch import count
@@ -52,3 +52,13 @@ def test_nothing_to_fetch():
   model = filled(abstract(plan_of("aaa"), offload_params=0, prefetch=True))
   with pytest.raises(ValueError, match="prefetch=True has nothing to fetch"):
     model(jnp.ones((2, WIDTH)))
+
+
+def test_audits_of_nnx_layers_are_those_of_their_linen_twins():
+  options = dict(remat=ls.RematPolicy(save=["mlpwi_0"], offload=["mlpwo"]))
+  reports = [ls.inspect.audit(stack, X) for stack in (
+      abstract(plan_of("aabaab"), **options), ls.StackedDecoder(plan_of("aabaab", Twin), **options))]
+  assert reports[0].rows == reports[1].rows and reports[0].ok and len(reports[0].rows) == 6
+  assert [finding.text for finding in reports[0].findings] == [finding.text for finding in reports[1].findings]
+  mistyped = ls.inspect.audit(abstract(plan_of("aa"), remat=ls.RematPolicy(save=["mlpwi_1"])), X)
+  assert not mistyped.ok and "mlpwi_0" in str(mistyped)

@@ -10,6 +10,8 @@ import pytest
 
 import linen_stack as ls
 from linen_stack import prefetch
+from linen_stack.models.moe import MoE
+from linen_stack.tags import equations
 from tests import interpret, test_mesh_layouts as layouts
 from tests.reference import A, B, PLANS, assert_close, make_variables
 from tests.test_placement import Busy, loss_of, on_host, params_of, placed, products, programs_in, stack_of
@@ -271,3 +273,16 @@ def test_parameters_on_the_device_that_were_to_be_in_host_memory():
     warnings.simplefilter("error")
     jax.eval_shape(stack.apply, {"params": placed(stack, params)}, X)
     jax.eval_shape(stack.init, jax.random.key(0), X)
+
+
+def test_experts_are_left_to_their_layer():
+  """It gathers them itself; what all tokens share is gathered ahead."""
+  moe = ls.LayerSpec(MoE, num_experts=4, hidden=8, top_k=2, shared_hidden=4)
+  stack, x = ls.StackedDecoder(ls.Plan.homogeneous(moe, 3), prefetch=True), jnp.ones((8, 3, 8))
+  params = nn.unbox(jax.eval_shape(stack.init, jax.random.key(0), x))["params"]
+  with jax.set_mesh(layouts.mesh()), nn.logical_axis_rules((*layouts.RULES, ("expert", None))):
+    program = jax.make_jaxpr(lambda params: stack.apply({"params": params}, x))(params).jaxpr
+  assert count(program, "all_gather") == 3 * 3 and count(program, "sharding_constraint") >= 3 * 3
+  of_experts = [eqn for eqn in equations(program) if eqn.primitive.name == "sharding_constraint" and eqn.invars[0].aval.ndim == 3
+                and eqn.invars[0].aval.shape[0] == 4]
+  assert not of_experts

@@ -58,13 +58,14 @@ def audit(stack: nn.Module, *args: Any, **kwargs: Any) -> AuditReport:
   """What the remat policy of a stack does with each value that its layers tag. Traces `init`; computes nothing.
 
   Args:
-    stack: a `StackedDecoder`, or a module that contains one or several.
+    stack: a `StackedDecoder`, a module that contains one or several, or a `ls.nnx.ScannedLayers`.
     *args, **kwargs: arguments of its call; arrays may be `jax.ShapeDtypeStruct`.
 
   Raises:
     TypeError: no module.
     ValueError: the module calls no `StackedDecoder`. What is wrong with a policy is told as a finding.
   """
+  stack = stack.initialised() if hasattr(stack, "initialised") else stack  # of NNX layers
   if not isinstance(stack, nn.Module):
     raise TypeError(f"stack must be a StackedDecoder or a module that contains one, not {stack!r}")
   seen: dict[Place, Any] = {}

@@ -144,13 +144,24 @@ def takes(parameters: Mapping[str, inspect.Parameter] | None, name: str) -> bool
 
 
 def call(host: Host, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-  """Calls the layer that has the host's variables."""
+  """Calls the layer that has the host's variables, with the host's rng streams."""
+  if host.scope.rngs:
+    kwargs = {**kwargs, "rngs": nnx.Rngs(**{stream: host.make_rng(stream) for stream in host.scope.rngs})}
+  return _call(host, x, args, kwargs)
+
+
+def make_and_call(host: Host, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+  """What a Linen layer does when it is initialised."""
+  make(host, x, args, kwargs)
+  host.session.records[host.path] = host.session.results.pop(host.path)
+  return _call(host, x, args, kwargs)
+
+
+def _call(host: Host, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
   session, before = host.session, host.session.records[host.path]
   values = read(before, host.variables)
   layer = before.layer(values)
   graph = nnx.graphdef(layer)
-  if host.scope.rngs:
-    kwargs = {**kwargs, "rngs": nnx.Rngs(**{stream: host.make_rng(stream) for stream in host.scope.rngs})}
   if session.seen is not None:
     session.seen.setdefault(host.path[0], set()).update(_tags(before, values, x, args, kwargs))
   with outside_of_linen():

@@ -129,6 +129,10 @@ class ScannedLayers(nnx.Module):
       self._keep(path, axes, session, before[path], after)
     return result
 
+  def initialised(self) -> StackedDecoder:
+    """The Linen module that makes and calls such layers when it is initialised: what reports trace."""
+    return self.stack.clone(plan=hosted.hosted(self.plan, Session(hosted.make_and_call)), parent=None)
+
   def _check_takes_rngs(self) -> None:
     for spec in distinct_specs(self.stack.plan):
       if not hosted.takes(getattr(layer_signature(spec), "parameters", None), "rngs"):
