@@ -1,7 +1,8 @@
 """Runs traced programs equation by equation.
 
 Compiling a program takes seconds and running it takes none; sweeps over many programs therefore run what JAX traced
-(the scans, remats and calls, as they stand in the jaxpr) one primitive at a time, which JAX compiles once per shape.
+(the scans, remats and calls, as they stand in the jaxpr) one primitive at a time, which JAX compiles once per shape; what
+NumPy computes to the same bits is left to NumPy.
 """
 import jax
 from jax.extend import core
@@ -9,6 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from linen_stack.inspect.origins import loop_counts
+
+
+# As (arguments, parameters of the primitive) -> result.
+_NUMPY = {
+    "add": lambda args, _: np.add(*args), "add_any": lambda args, _: np.add(*args), "sub": lambda args, _: np.subtract(*args),
+    "mul": lambda args, _: np.multiply(*args), "div": lambda args, _: np.divide(*args), "neg": lambda args, _: np.negative(*args),
+    "copy": lambda args, _: args[0], "transpose": lambda args, params: np.transpose(args[0], params["permutation"]),
+    "reshape": lambda args, params: np.reshape(args[0], params["new_sizes"]),
+    "squeeze": lambda args, params: np.squeeze(args[0], params["dimensions"]),
+    "concatenate": lambda args, params: np.concatenate(args, params["dimension"]),
+    "slice": lambda args, params: args[0][tuple(map(slice, params["start_indices"], params["limit_indices"],
+                                                    params["strides"] or [1] * args[0].ndim))],
+}
 
 
 def run(fn, *args):
@@ -43,6 +57,8 @@ def _call(eqn, args):
     if key in params:
       jaxpr, consts = _closed(params[key])
       return _eval(jaxpr, consts, args)
+  if name in _NUMPY and all(var.aval.dtype == np.float32 for var in (*eqn.invars, *eqn.outvars)):
+    return [np.asarray(_NUMPY[name](list(map(np.asarray, args)), params), np.float32)]
   out = eqn.primitive.bind(*args, **params)
   return out if eqn.primitive.multiple_results else [out]
 

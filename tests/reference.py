@@ -76,7 +76,8 @@ def take_layer(tree, plan, index, axis=0):
     if jax.typeof(leaf).memory_space == jax.memory.Space.Host:  # JAX refuses to index those
       leaf = jax.device_put(leaf, jax.memory.Space.Device)
     for step in at.steps:  # the outer axis was added last, so it is taken out first
-      leaf = jnp.take(leaf, step, axis=stacked_axis(axis, leaf.ndim))
+      # JAX would compile a program for each shape.
+      leaf = (np if isinstance(leaf, np.ndarray) else jnp).take(leaf, step, axis=stacked_axis(axis, leaf.ndim))
     return leaf
 
   return jax.tree.map(take, tree, is_leaf=is_box)
