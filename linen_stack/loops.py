@@ -276,8 +276,9 @@ class _Loop:
     state = (carried, in_place, items, strong(carry))
     split = stages.Stages.of(self.metadata.get(nn.PARTITION_NAME), stacked[own].get("params"))
     if split is not None and self.source:
-      raise ValueError(f"{where}: its layers are split over mesh axis {' x '.join(split.axes)}, so that each goes to all devices when "
-                       "it is its turn, and cannot be fetched ahead; let the rules map that axis to None, or set prefetch=False")
+      raise ValueError(f"{where}: its layers are split over mesh axis {' x '.join(split.axes)}, so that each goes to all devices "
+                       "when it is its turn, and cannot be fetched ahead; let the rules map that axis to None, or set "
+                       "prefetch=False")
     drive = self.drive if split is None else functools.partial(stages.drive, split, self, own)
     (carried, final, items, carry), (output, stacks, shared) = drive(body, state, (index, stacked, split_keys, scanned))
     if update:

@@ -98,7 +98,8 @@ def _pipeline(compute: Callable[..., Any], fetch: Callable[[Any], Any], carry: A
     ahead = fetch(i + indices.step)
     carry, rows = (_apart(layer) if apart else layer)(carry, i, w)
     carry, ahead = jax.lax.optimization_barrier((carry, ahead))
-    return (carry, send(there, rows, i), [_copied(new, old, i) if own else new for new, old, own in zip(ahead, w, copied)]), None
+    w = [_copied(new, old, i) if own else new for new, old, own in zip(ahead, w, copied)]
+    return (carry, send(there, rows, i), w), None
 
   here, there = ([x for x, host in zip(stacks, away) if host == where] for where in (False, True))
   # Not before the carry is there: the backward pass's first weights would be on the device all through the forward pass.

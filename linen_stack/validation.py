@@ -143,14 +143,14 @@ def _check_prefetch(stack: Any) -> None:
 
 
 def check_placed(stack: Any, fetched: Collection[str]) -> None:
-  """Raises ValueError where a call with `prefetch` found no parameters to fetch, and warns where one with `offload_params` found
-  none in host memory: results are right, but nothing is saved."""
+  """Raises ValueError where a call with `prefetch` found no parameters to fetch, and warns where one with `offload_params`
+  found none in host memory: results are right, but nothing is saved."""
   place = "jax.device_put(params, ls.host_shardings(stack, params))"
   if stack.prefetch and not fetched:
-    raise ValueError(f"prefetch=True has nothing to fetch: no parameter of a loop is in host memory (offload_params=True, and {place}), "
-                     "and none is split over a mesh axis that splits the batch as well (jax.set_mesh and nn.logical_axis_rules "
-                     "around the call, with rules for 'batch' and for the names of the parameters' axes); place them in one of "
-                     "these ways, or set prefetch=False")
+    raise ValueError(f"prefetch=True has nothing to fetch: no parameter of a loop is in host memory (offload_params=True, and "
+                     f"{place}), and none is split over a mesh axis that splits the batch as well (jax.set_mesh and "
+                     "nn.logical_axis_rules around the call, with rules for 'batch' and for the names of the parameters' axes); "
+                     "place them in one of these ways, or set prefetch=False")
   if stack.offload_params is False or stack.prefetch:
     return
   params = stack.variables.get("params", {})

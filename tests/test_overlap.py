@@ -13,7 +13,16 @@ PROGRAM = """HloModule jit_f, is_scheduled=true, entry_computation_layout={()->b
 
 %gather (s: bf16[2,8]) -> bf16[8,8] {
   %s = bf16[2,8]{1,0:T(8,128)(2,1)} parameter(0)
-  ROOT %all-gather.9 = bf16[8,8]{1,0:T(8,128)(2,1)} all-gather(%s), dimensions={0}
+  ROOT %all-gather.9 = bf16[8,8]{1,0:T(8,128)(2,1)} all-gather(%s), channel_id=9, dimensions={0}
+}
+
+%product_and_gather (p: bf16[8,8], q: bf16[8,8], s: bf16[2,8]) -> (bf16[8,8], bf16[8,8]) {
+  %p.1 = bf16[8,8]{1,0:T(8,128)(2,1)} parameter(0)
+  %q.1 = bf16[8,8]{1,0:T(8,128)(2,1)} parameter(1)
+  %s.1 = bf16[2,8]{1,0:T(8,128)(2,1)} parameter(2)
+  %convolution.2 = bf16[8,8]{1,0:T(8,128)(2,1)} convolution(%p.1, %q.1), dim_labels=bf_io->bf
+  %all-gather.8 = bf16[8,8]{1,0:T(8,128)(2,1)} all-gather(%s.1), channel_id=9, dimensions={0}
+  ROOT %tuple.8 = (bf16[8,8]{1,0:T(8,128)(2,1)}, bf16[8,8]{1,0:T(8,128)(2,1)}) tuple(%convolution.2, %all-gather.8)
 }
 
 %inner_body (t: (bf16[8,8], bf16[8,8])) -> (bf16[8,8], bf16[8,8]) {
@@ -50,6 +59,11 @@ LOOP = [f"%while.1 = ({WEIGHTS}, {WEIGHTS}) while(%tuple.3), condition=%once, bo
 COPY = f"%copy-start.1 = ({WEIGHTS}, bf16[8,8]{{1,0:T(8,128)(2,1)S(5)}}, u32[]{{:S(2)}}) copy-start(%row)"
 GATHER = [f"%async-start = ((bf16[2,8]{{1,0}}), {WEIGHTS}) async-start(%shard), calls=%gather",
           f"%next = {WEIGHTS} async-done(%async-start)"]
+# Of a compiler that has the products take the gather along.
+TAKEN = [f"%async-collective-start.1 = (bf16[2,8]{{1,0}}, {WEIGHTS}) fusion(%shard), kind=kCustom, calls=%gather",
+         f"%fusion.5 = ({WEIGHTS}, {WEIGHTS}) fusion(%h.1, %w.1, %shard), kind=kOutput, calls=%product_and_gather",
+         f"%out = {WEIGHTS} get-tuple-element(%fusion.5), index=0",
+         f"%next = {WEIGHTS} fusion(%shard, %fusion.5), kind=kCustom, calls=%gather"]
 
 
 def program(*lines):
@@ -69,6 +83,8 @@ def program(*lines):
     ([f"%all-gather-start.1 = (bf16[2,8]{{1,0}}, {WEIGHTS}) all-gather-start(%shard), dimensions={{0}}", COMPUTE,
       f"%next = {WEIGHTS} all-gather-done(%all-gather-start.1)"], "all-gather", 1, True),
     ([COMPUTE, f"%next = {WEIGHTS} all-gather(%shard), dimensions={{0}}"], "all-gather", 0, True),
+    (TAKEN, "all-gather", 1, True), ([TAKEN[0], TAKEN[3], COMPUTE], "all-gather", 0, True),
+    ([TAKEN[0], COMPUTE, *TAKEN[1:], COMPUTE.replace("%out", "%end").replace("%w.1", "%next")], "all-gather", 2, False),
 ])
 def test_what_is_brought_and_what_runs_meanwhile(lines, kind, products, ahead):
   (body,) = overlap(program(*lines))
