@@ -15,8 +15,9 @@ from linen_stack.inspect.origins import loop_counts
 # As (arguments, parameters of the primitive) -> result.
 _NUMPY = {
     "add": lambda args, _: np.add(*args), "add_any": lambda args, _: np.add(*args), "sub": lambda args, _: np.subtract(*args),
-    "mul": lambda args, _: np.multiply(*args), "div": lambda args, _: np.divide(*args), "neg": lambda args, _: np.negative(*args),
-    "copy": lambda args, _: args[0], "transpose": lambda args, params: np.transpose(args[0], params["permutation"]),
+    "mul": lambda args, _: np.multiply(*args), "div": lambda args, _: np.divide(*args),
+    "neg": lambda args, _: np.negative(args[0]), "copy": lambda args, _: args[0],
+    "transpose": lambda args, params: np.transpose(args[0], params["permutation"]),
     "reshape": lambda args, params: np.reshape(args[0], params["new_sizes"]),
     "squeeze": lambda args, params: np.squeeze(args[0], params["dimensions"]),
     "concatenate": lambda args, params: np.concatenate(args, params["dimension"]),
