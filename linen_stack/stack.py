@@ -164,10 +164,10 @@ class StackedDecoder(nn.Module):
       self._check_policies(call.seen)
       check_axis(self)
     self._traced(call)
-    if not self.is_initializing():
-      check_placed(self, call.fetched)
     if call.asked:
       check_selection(self, call.asked)
+    if not self.is_initializing():
+      check_placed(self, call.fetched)
     if not self.collect_outputs and not (call.per_layer and jax.tree.leaves(outputs)):
       return x
     if not jax.tree.leaves(outputs):

@@ -155,8 +155,9 @@ def check_placed(stack: Any, fetched: Collection[str]) -> None:
     return
   params = stack.variables.get("params", {})
   if not any(on_host(leaf) for segment in stack.plan for leaf in jax.tree.leaves(params.get(segment.name))):
-    warnings.warn(f"offload_params={stack.offload_params}, but the parameters are on the device, and stay there: {place} brings "
-                  "them to host memory; shapes without values need those shardings as well", stacklevel=2)
+    # Of the stack's caller.
+    warnings.warn(f"offload_params={stack.offload_params}, but the parameters are on the device, and stay there: {place} "
+                  "brings them to host memory; shapes without values need those shardings as well", stacklevel=3)
 
 
 def _check_names(stack: Any) -> None:
