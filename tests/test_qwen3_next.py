@@ -262,7 +262,7 @@ def test_gradients_compile_for_a_tpu():
   net = dict(key_heads=1, heads=2, key_dim=128, value_dim=128)
   linear = ls.LayerSpec(Qwen3NextLayer, "linear", **sizes, delta_net=net)
   full = ls.LayerSpec(Qwen3NextLayer, "full", **sizes, attention=dict(num_heads=2, num_kv_heads=1, head_dim=128))
-  stack = ls.StackedDecoder(ls.Plan.cycle([linear, full], 4), remat="minimal_offloaded")
+  stack = ls.StackedDecoder(ls.Plan.cycle([linear, linear, full], 6), remat="minimal_offloaded")
   x = jax.ShapeDtypeStruct((4, 500, 256), jnp.float32)
   report = ls.inspect.memory(stack, (x,), topology="v5p:2x2x1", cache=False)
   assert report.fits and report.host > 0
