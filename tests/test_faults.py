@@ -240,7 +240,7 @@ def test_mutable_collections_run_the_body_once_and_equal_the_loop(plan, mode):
     y_loop, outs = loop(plan, want, X, mutable=["batch_stats", "cache", "intermediates", "moe_stats"])
     assert_close(y, y_loop)
     got = layers_of(out, plan, scan=scan)
-    assert_close(got, [dict(o) for _, o in outs])
+    assert_close(got, [dict(o) for _, o in outs], rtol=2e-6)  # means of values that cancel
     assert all(len(layer["intermediates"]["h"]) == 1 for layer in got)
     state = {**state, "batch_stats": out["batch_stats"], "cache": out["cache"]}
     want = [{"params": w["params"], "batch_stats": o["batch_stats"], "cache": o["cache"]} for w, (_, o) in zip(want, outs)]

@@ -57,7 +57,7 @@ def segments(draw, name):
 def plans(draw):
   parts = [draw(segments(f"s{i}")) for i in range(draw(st.integers(1, 3)))]
   plan = ls.Plan.of(*parts)
-  while plan.num_layers > 16:
+  while plan.num_layers > 24:
     parts.pop()
     plan = ls.Plan.of(*parts)
   return plan

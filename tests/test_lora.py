@@ -79,7 +79,7 @@ def test_results_and_gradients_are_those_of_merged_parameters(plan, options):
     assert list(merged) == ["params"]
     return (base.clone(offload_params=False).apply(merged, X) ** 2).sum()
 
-  assert_close(interpret.value_and_grad(loss)(adapters), interpret.value_and_grad(of_merged)(adapters), rtol=1e-5)
+  assert_close(interpret.value_and_grad(loss)(adapters), interpret.value_and_grad(of_merged)(adapters), rtol=3e-5)
 
 
 @pytest.mark.parametrize("plan", ["flat", "prefix, nested, remainder"])
