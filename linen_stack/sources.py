@@ -27,7 +27,7 @@ from linen_stack import lifting, sharding
 from linen_stack.calls import Call, build
 from linen_stack.plan import Run, Segment
 from linen_stack.prefetch import Source
-from linen_stack.stacked import is_box, names_of, on_host, take_row
+from linen_stack.stacked import is_box, named, names_of, on_host, stacked_axis, take_row
 
 Axes = tuple[tuple[str, ...], ...]
 
@@ -42,6 +42,8 @@ class Sources:
   call: Call
   x: Any
   streams: tuple[str, ...]
+  param_axis: int
+  """Where the axes that count layers are."""
 
   def __call__(self, path: str, leaf: Any) -> Source | None:
     """The source of a stacked leaf [length, ...]; `path` from the loop's target on."""
@@ -78,11 +80,13 @@ class Sources:
     in_block = self.segment.is_cycle and self.run is None
     for run in self.segment.runs if self.run is None else (self.run,):
       block = (run.name,) if in_block else ()
-      outer = ((),) if in_block and run.count > 1 else ()
       for path, box in self._boxes(run).items():
         if "expert" in (names_of(box) or ()):
           continue
-        found["/".join((*block, *path))] = (*outer, *map(sharding.several, sharding.spec_of_box(box)))
+        axes = tuple(map(sharding.several, sharding.spec_of_box(box)))
+        if in_block and run.count > 1:  # a row of the segment's loop is all of the run's layers
+          axes = named(axes, stacked_axis(self.param_axis, len(axes) + 1), ())
+        found["/".join((*block, *path))] = axes
     return found
 
   def _boxes(self, run: Run) -> Mapping[tuple[str, ...], Any]:

@@ -238,7 +238,7 @@ class StackedDecoder(nn.Module):
   def _ahead(self, segment: Segment, run: Run | None, x: Any, call: Call) -> Sources | None:
     """What a loop over a segment, or over a run of it, fetches ahead."""
     fetches = self.prefetch and not self.is_initializing()
-    return Sources(segment, run, call, x, tuple(self.scope.rngs)) if fetches else None
+    return Sources(segment, run, call, x, tuple(self.scope.rngs), self.param_axis) if fetches else None
 
   @nn.nowrap
   def _is_split(self, name: str) -> bool:

@@ -193,7 +193,7 @@ def test_what_cannot_be(make, error, words):
 GATHERED = {
     "flat": ("flat", {}), "kept": ("prefix", dict(remat="none")), "saving": ("nested", dict(remat=layouts.POLICIES["saving"])),
     "offloading": ("cycle", dict(remat=layouts.POLICIES["offloading"])), "host": ("remainder", dict(offload_params=0)),
-    "axis 1": ("flat", dict(param_axis=1)), "two a step": ("flat", dict(unroll=2)),
+    "axis 1": ("nested", dict(param_axis=1)), "two a step": ("flat", dict(unroll=2)),
 }
 
 
@@ -225,6 +225,20 @@ def test_each_layer_is_gathered_once_forward_and_once_backward(length):
   assert count(of_boxes, "sharding_constraint") == 4 * length  # boxes do not split again what was gathered
   stacked = [var.aval.shape for eqn in programs[1].eqns if eqn.primitive.name == "scan" for var in eqn.outvars]
   assert stacked.count((length, layouts.EMBED, layouts.HIDDEN)) == 1  # the gradient
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_runs_of_a_repeat_are_laid_out_by_the_names_of_their_axes(axis):
+  """Wherever the axis that counts their layers is: two of them at once, whole but for tensor parallelism."""
+  stack = ls.StackedDecoder(layouts.PLANS["nested"], prefetch=True, param_axis=axis)
+  params = nn.unbox(jax.eval_shape(stack.init, jax.random.key(0), layouts.X))["params"]
+  with jax.set_mesh(layouts.mesh()), nn.logical_axis_rules(layouts.RULES):
+    program = jax.make_jaxpr(lambda params: stack.apply({"params": params}, layouts.X))(params).jaxpr
+  laid_out = {(eqn.outvars[0].aval.shape, tuple(eqn.params["sharding"].spec)) for eqn in equations(program)
+              if eqn.primitive.name == "sharding_constraint"}
+  for shape, spec in (((layouts.EMBED, layouts.HIDDEN), (None, "tensor")), ((layouts.HIDDEN, layouts.EMBED), ("tensor", None))):
+    at = axis % 3
+    assert ((*shape[:at], 2, *shape[at:]), (*spec[:at], None, *spec[at:])) in laid_out
 
 
 def test_layers_on_explicit_axes_are_gathered_ahead():
