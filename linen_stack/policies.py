@@ -26,8 +26,6 @@ from linen_stack.specs import checked_count, keywords_checked, nearest
 CARRY_NAME = "decoder_layer_input"
 CARRY_TAG = "layer_carry"
 
-MIN_OFFLOAD_RANK = jax_policies.MIN_OFFLOAD_RANK
-
 _HOST = "pinned_host"
 
 

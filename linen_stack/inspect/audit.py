@@ -14,7 +14,8 @@ from linen_stack.inspect.arrays import take_arrays
 from linen_stack.inspect.findings import (Action, Finding, Tagged, action_on, inside_layer, name_findings, outer_remat,
                                           stacking, too_small)
 from linen_stack.inspect.watch import Place, Watch, watching
-from linen_stack.policies import CARRY_NAME, MIN_OFFLOAD_RANK, RematPolicy
+from linen_stack.jax_policies import MIN_OFFLOAD_RANK
+from linen_stack.policies import CARRY_NAME, RematPolicy
 from linen_stack.stack import StackedDecoder
 from linen_stack.tags import Tag, tags
 from linen_stack.validation import levels
@@ -65,7 +66,8 @@ def audit(stack: nn.Module, *args: Any, **kwargs: Any) -> AuditReport:
     TypeError: no module.
     ValueError: the module calls no `StackedDecoder`. What is wrong with a policy is told as a finding.
   """
-  stack = stack.initialised() if hasattr(stack, "initialised") else stack  # of NNX layers
+  if not isinstance(stack, nn.Module) and hasattr(stack, "initialised"):  # of NNX layers
+    stack = stack.initialised()
   if not isinstance(stack, nn.Module):
     raise TypeError(f"stack must be a StackedDecoder or a module that contains one, not {stack!r}")
   seen: dict[Place, Any] = {}
