@@ -151,13 +151,20 @@ def check_placed(stack: Any, fetched: Collection[str]) -> None:
                      f"{place}), and none is split over a mesh axis that splits the batch as well (jax.set_mesh and "
                      "nn.logical_axis_rules around the call, with rules for 'batch' and for the names of the parameters' axes); "
                      "place them in one of these ways, or set prefetch=False")
-  if stack.offload_params is False or stack.prefetch:
+  if stack.offload_params is False:
     return
   params = stack.variables.get("params", {})
   if not any(on_host(leaf) for segment in stack.plan for leaf in jax.tree.leaves(params.get(segment.name))):
-    # Of the stack's caller.
     warnings.warn(f"offload_params={stack.offload_params}, but the parameters are on the device, and stay there: {place} "
-                  "brings them to host memory; shapes without values need those shardings as well", stacklevel=3)
+                  "brings them to host memory; shapes without values need those shardings as well", stacklevel=_callers_level())
+
+
+def _callers_level() -> int:
+  """For warnings of the function that asks: how many frames up is what is neither JAX nor Flax nor this library."""
+  frame, level = sys._getframe(1), 1  # pylint: disable=protected-access
+  while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("jax", "flax", "linen_stack"):
+    frame, level = frame.f_back, level + 1
+  return level
 
 
 def _check_names(stack: Any) -> None:

@@ -282,8 +282,13 @@ def test_gradients_are_checked_with_parameters_where_they_are_made():
 def test_parameters_on_the_device_that_were_to_be_in_host_memory():
   """Results are right, so that it is a warning."""
   stack, params = ls.StackedDecoder(PLANS["homogeneous"], offload_params=0), params_of("homogeneous")
-  with pytest.warns(UserWarning, match="offload_params=0, but the parameters are on the device.*host_shardings"):
-    jax.eval_shape(stack.apply, {"params": params}, X)
+  with pytest.warns(UserWarning, match="offload_params=0, but the parameters are on the device.*host_shardings") as told:
+    jax.eval_shape(lambda params: stack.apply({"params": params}, X), params)
+  assert [warning.filename for warning in told] == [__file__]  # the caller's
+  gathers = ls.StackedDecoder(layouts.PLANS["flat"], offload_params=0, prefetch=True)
+  shapes = nn.unbox(jax.eval_shape(gathers.clone(offload_params=False).init, jax.random.key(0), layouts.X))
+  with jax.set_mesh(layouts.mesh()), nn.logical_axis_rules(layouts.RULES), pytest.warns(UserWarning, match="stay there"):
+    jax.eval_shape(gathers.apply, shapes, layouts.X)
   with warnings.catch_warnings():
     warnings.simplefilter("error")
     jax.eval_shape(stack.apply, {"params": placed(stack, params)}, X)
