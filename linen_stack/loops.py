@@ -32,8 +32,8 @@ import jax.numpy as jnp
 
 from linen_stack import lifting, prefetch, stages
 from linen_stack.specs import checked_count, nearest
-from linen_stack.stacked import (check_carry, fits, from_front, is_box, put_row, stack_rows, strong, take_row, to_front, value,
-                                 write_rows)
+from linen_stack.stacked import (argument_to_front, check_carry, fits, from_front, is_box, put_row, stack_rows, strong,
+                                 take_row, to_front, value, write_rows)
 
 broadcast = nn.broadcast
 # An `in_axes` or `out_axes` of a Python loop: a list with one entry per step, not stacked.
@@ -276,8 +276,8 @@ class _Loop:
     state = (carried, in_place, items, strong(carry))
     split = stages.Stages.of(self.metadata.get(nn.PARTITION_NAME), stacked[own].get("params"))
     if split is not None and self.source:
-      raise ValueError(f"{where}: its layers are split over mesh axis {' x '.join(split.axes)}, so that each goes to all devices "
-                       "when it is its turn, and cannot be fetched ahead; let the rules map that axis to None, or set "
+      raise ValueError(f"{where}: its layers are split over mesh axis {' x '.join(split.axes)}, so that each goes to all "
+                       "devices when it is its turn, and cannot be fetched ahead; let the rules map that axis to None, or set "
                        "prefetch=False")
     drive = self.drive if split is None else functools.partial(stages.drive, split, self, own)
     (carried, final, items, carry), (output, stacks, shared) = drive(body, state, (index, stacked, split_keys, scanned))
@@ -298,19 +298,11 @@ class _Loop:
   def _scanned(self, where: str, axis: Any, arg: Any) -> Any:
     if axis is broadcast:
       return None
-    if axis is listed:
-      if len(arg) != self.length:
-        raise ValueError(f"{where}: a list with one entry for each of {self.length} layers was expected, found {len(arg)}")
-      return arg
-
-    def front(path, x):
-      shape = jnp.shape(x)
-      if not -len(shape) <= axis < len(shape) or shape[axis] != self.length:
-        raise ValueError(f"{where}: a scanned argument{jax.tree_util.keystr(path)} must have {self.length} layers on axis "
-                         f"{axis}, found shape {shape}")
-      return jnp.moveaxis(x, axis, 0)
-
-    return jax.tree_util.tree_map_with_path(front, arg)
+    if axis is not listed:
+      return argument_to_front(arg, axis, self.length, where)
+    if len(arg) != self.length:
+      raise ValueError(f"{where}: a list with one entry for each of {self.length} layers was expected, found {len(arg)}")
+    return arg
 
   def drive(self, body, state, xs):
     """The loop itself: `body(state, xs of a step) -> (state, ys of a step)`."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 import contextvars
 import dataclasses
-import difflib
 import functools
 from typing import Any
 
@@ -24,14 +23,14 @@ import jax
 
 from linen_stack import lifts, loops, sharding
 from linen_stack.calls import Call, build, class_name
-from linen_stack.lifting import is_array, not_a_method
+from linen_stack.lifting import not_a_method
 from linen_stack.per_layer import join, wrap
 from linen_stack.plan import Plan, Run, Segment
 from linen_stack.policies import RematPolicy
 from linen_stack.sources import Sources
 from linen_stack.specs import keywords_checked
-from linen_stack.stacked import check_carry, strong
-from linen_stack.validation import check_axis, check_layout, check_placed, check_selection, check_stack, levels
+from linen_stack.stacked import hidden_and_output, strong
+from linen_stack.validation import check_axis, check_call, check_layout, check_placed, check_selection, check_stack, levels
 
 # What reports set to be handed each layer's program, as (segment, run, jaxpr), while a stack is initialised.
 observer: contextvars.ContextVar[Callable[[Segment, Run, Any], None] | None] = contextvars.ContextVar("observer", default=None)
@@ -154,7 +153,6 @@ class StackedDecoder(nn.Module):
     """
     call = Call.of(self.plan, args, kwargs, layer_index=self.layer_index, static_argnames=self.static_argnames,
                    decode="scan" if self.prefetch or self.offload_params is not False else self.decode)
-    check_layout(self)
     self._check_call(x)
     x = strong(x)
     outputs: dict[str, Any] = {}
@@ -263,7 +261,7 @@ class StackedDecoder(nn.Module):
     @not_a_method
     def one_layer(layer, x, parts, index, args, kwargs):
       args, kwargs = call.fill(parts, index, args, kwargs)
-      hidden, output = _hidden_and_output(x, layer(x, *args, **kwargs), label)
+      hidden, output = hidden_and_output(x, layer(x, *args, **kwargs), label)
       return hidden, wrap(output, len(call.per_layer)) if keep else None
 
     one_layer = self._inside(one_layer, call)
@@ -326,15 +324,9 @@ class StackedDecoder(nn.Module):
 
   @nn.nowrap
   def _check_call(self, x: Any) -> None:
-    """Raises for hidden states that are no arrays, and for a shared stream that was meant for another name."""
-    leaves = jax.tree.leaves(x)
-    for leaf in leaves or [x]:
-      if not leaves or not (is_array(leaf) or isinstance(leaf, (int, float, complex))):
-        raise TypeError(f"the hidden states must be an array or a tree of arrays, found {leaf!r}")
-    for stream in self.shared_rngs:
-      near = difflib.get_close_matches(stream, [s for s in self.scope.rngs if s not in self.shared_rngs], n=1)
-      if stream not in self.scope.rngs and near:
-        raise ValueError(f"shared_rngs names {stream!r}, which is not among the streams given; did you mean {near[0]!r}?")
+    """What is checked before layers are traced; a subclass may have more."""
+    check_layout(self)
+    check_call(self, x)
 
 
 class _Block(nn.Module):
@@ -350,13 +342,3 @@ class _Block(nn.Module):
 @not_a_method
 def _call_block(block: _Block, *args: Any) -> tuple[Any, Any]:
   return block(*args)
-
-
-def _hidden_and_output(x: Any, result: Any, label: str) -> tuple[Any, Any]:
-  """Tells hidden states from `(hidden states, output)` by the structure of the hidden states that went in."""
-  hidden, output = result, None
-  if jax.tree.structure(result) != jax.tree.structure(x) and isinstance(result, tuple):
-    if len(result) != 2:
-      raise ValueError(f"{label} returned a tuple of {len(result)}; a layer returns hidden states, or (hidden states, output)")
-    hidden, output = result
-  return check_carry(x, hidden, label), output

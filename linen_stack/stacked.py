@@ -64,6 +64,19 @@ def from_front(tree: Any, axis: int, metadata: Mapping[Any, Any]) -> Any:
   return jax.tree.map(move, tree, is_leaf=is_box)
 
 
+def argument_to_front(tree: Any, axis: int, length: int, where: str) -> Any:
+  """What a loop takes layer by layer, with the layers first. Raises ValueError for a leaf of another size along `axis`."""
+
+  def move(path, x):
+    shape = jnp.shape(x)
+    if not -len(shape) <= axis < len(shape) or shape[axis] != length:
+      raise ValueError(f"{where}: a scanned argument{jax.tree_util.keystr(path)} must have {length} layers on axis {axis}, "
+                       f"found shape {shape}")
+    return jnp.moveaxis(x, axis, 0)
+
+  return jax.tree_util.tree_map_with_path(move, tree)
+
+
 def named(names: Sequence[Any], at: int, name: Any) -> tuple[Any, ...]:
   """Names of axes, with one more axis at `at`."""
   names = [*names, *[None] * (at - len(names))]
@@ -135,6 +148,19 @@ def check_carry(before: Any, after: Any, layer: str) -> Any:
                        f"; usually its parameters promoted them: give its modules dtype={jnp.result_type(a)}, or end the "
                        "layer with x.astype(inputs.dtype)")
   return strong(after)
+
+
+def hidden_and_output(x: Any, result: Any, label: str) -> tuple[Any, Any]:
+  """Tells hidden states from `(hidden states, output)` by the structure of the hidden states that went in.
+
+  Raises ValueError for hidden states that are not what went in.
+  """
+  hidden, output = result, None
+  if jax.tree.structure(result) != jax.tree.structure(x) and isinstance(result, tuple):
+    if len(result) != 2:
+      raise ValueError(f"{label} returned a tuple of {len(result)}; a layer returns hidden states, or (hidden states, output)")
+    hidden, output = result
+  return check_carry(x, hidden, label), output
 
 
 def stack_rows(trees: Sequence[Any], what: str) -> Any:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+import difflib
 import functools
 import math
 import sys
@@ -13,6 +14,7 @@ import numpy as np
 
 from linen_stack import sharding
 from linen_stack.calls import class_name, distinct_specs, layer_class, layer_signature
+from linen_stack.lifting import is_array
 from linen_stack.plan import Plan, Segment
 from linen_stack.specs import nearest
 from linen_stack.policies import RematPolicy
@@ -111,7 +113,8 @@ def _check_offload(stack: Any) -> None:
   if not isinstance(offload, (bool, int)) and not callable(offload):
     raise TypeError(f"offload_params must be a bool, a number of bytes or select(path, leaf), not {offload!r}")
   if isinstance(offload, int) and offload < 0:
-    raise ValueError(f"offload_params={offload}: a number of bytes cannot be negative; True, False or select(path, leaf) will do")
+    raise ValueError(f"offload_params={offload}: a number of bytes cannot be negative; True, False or select(path, leaf) will "
+                     "do")
   if offload is False:
     return
   if not stack.scan:
@@ -137,7 +140,8 @@ def _check_prefetch(stack: Any) -> None:
       option = f"levels={policy.levels}" if policy.levels else f"every={policy.every}"
       raise ValueError(f"prefetch=True goes from layer to layer in one plain loop, but segment {segment.name!r} has {option}, "
                        "which makes loops of loops; take a policy without it, or prefetch=False")
-  if not any(segment.length > 1 or (run.count > 1 and stack.inner != "unroll") for segment in stack.plan for run in segment.runs):
+  runs = [(segment, run) for segment in stack.plan for run in segment.runs]
+  if not any(segment.length > 1 or (run.count > 1 and stack.inner != "unroll") for segment, run in runs):
     raise ValueError("prefetch=True fetches for the next step of a loop over layers, and no segment of the plan is one ("
                      f"{', '.join(segment.name for segment in stack.plan)}); set prefetch=False")
 
@@ -149,8 +153,8 @@ def check_placed(stack: Any, fetched: Collection[str]) -> None:
   if stack.prefetch and not fetched:
     raise ValueError(f"prefetch=True has nothing to fetch: no parameter of a loop is in host memory (offload_params=True, and "
                      f"{place}), and none is split over a mesh axis that splits the batch as well (jax.set_mesh and "
-                     "nn.logical_axis_rules around the call, with rules for 'batch' and for the names of the parameters' axes); "
-                     "place them in one of these ways, or set prefetch=False")
+                     "nn.logical_axis_rules around the call, with rules for 'batch' and for the names of the parameters' "
+                     "axes); place them in one of these ways, or set prefetch=False")
   if stack.offload_params is False:
     return
   params = stack.variables.get("params", {})
@@ -220,8 +224,8 @@ def check_layout(stack: Any) -> None:
     return
   for name in sharding.layer_axes(stack.plan) if stack.offload_params is not False else ():
     if sharding.over(name):
-      raise ValueError(f"offload_params: the layers along {name!r} are split over mesh axis {' x '.join(sharding.over(name))}, but "
-                       "they are fetched from host memory one by one, by all devices; let the rules map that axis to None")
+      raise ValueError(f"offload_params: the layers along {name!r} are split over mesh axis {' x '.join(sharding.over(name))}, "
+                       "but they are fetched from host memory one by one, by all devices; let the rules map that axis to None")
   given, names = stack.scope.root.variables(), [segment.name for segment in stack.plan]
   top = {*stack.scope.path[:1]} or {*names, *(f"{name}_0" for name in names)}
   if "params" not in given and not top.isdisjoint(given):
@@ -242,6 +246,18 @@ def check_layout(stack: Any) -> None:
     if not stack.scan and there and has(surplus) and all(surplus != other.name for other in stack.plan):
       raise ValueError(f"parameters of {surplus!r} are there, but segment {segment.name!r} has only {segment.num_layers} "
                        "layers: they were made for a deeper decoder")
+
+
+def check_call(stack: Any, x: Any) -> None:
+  """Raises for hidden states that are no arrays, and for a shared stream that was meant for another name."""
+  leaves = jax.tree.leaves(x)
+  for leaf in leaves or [x]:
+    if not leaves or not (is_array(leaf) or isinstance(leaf, (int, float, complex))):
+      raise TypeError(f"the hidden states must be an array or a tree of arrays, found {leaf!r}")
+  for stream in stack.shared_rngs:
+    near = difflib.get_close_matches(stream, [s for s in stack.scope.rngs if s not in stack.shared_rngs], n=1)
+    if stream not in stack.scope.rngs and near:
+      raise ValueError(f"shared_rngs names {stream!r}, which is not among the streams given; did you mean {near[0]!r}?")
 
 
 def check_axis(stack: Any) -> None:
