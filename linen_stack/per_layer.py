@@ -45,6 +45,8 @@ def per_layer(value: Any, stacked: bool | None = None) -> PerLayer:
     value: a list with one tree per layer of the whole decoder, or one tree of arrays [layers, ...].
     stacked: which of the two it is. Needed only for a tuple, which could be either.
   """
+  if stacked not in (None, True, False):
+    raise TypeError(f"per_layer: stacked must be True, False or None, not {stacked!r}")
   if isinstance(value, PerLayer):
     return value
   if isinstance(value, tuple) and not hasattr(value, "_fields") and stacked is None:
@@ -109,12 +111,14 @@ def _cut_run(plan: Plan, arg: PerLayer, segment: Segment, run: Run, name: str) -
   if where.ndim == 0:
     return element(arg, int(where))
   if arg.is_list:
-    first = jax.tree.structure(arg.value[where.flat[0]])
-    for i in where.flat:
-      if jax.tree.structure(arg.value[i]) != first:
-        raise ValueError(f"per-layer argument {name}: layers of run {run.name!r} in segment {segment.name!r} need elements of "
-                         f"one structure; layer {where.flat[0]} has {first}, layer {i} has {jax.tree.structure(arg.value[i])}")
+    layers = list(map(int, where.flat))
 
+    def check_alike(what, found):
+      known = [(i, kind) for i, kind in zip(layers, found) if kind is not None]
+      for i, kind in known:
+        if kind != known[0][1]:
+          raise ValueError(f"per-layer argument {name}: layers of run {run.name!r} in segment {segment.name!r} need elements of "
+                           f"one {what}; layer {known[0][0]} has {known[0][1]}, layer {i} has {kind}")
 
     def stack(*leaves):
       odd = next((leaf for leaf in leaves if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))),
@@ -122,10 +126,13 @@ def _cut_run(plan: Plan, arg: PerLayer, segment: Segment, run: Run, name: str) -
       if odd is not None:
         raise TypeError(f"per-layer argument {name}: values in a loop over layers must be arrays or numbers, not {odd!r}; "
                         "scan=False hands each layer its own Python value")
+      check_alike("shape", map(jnp.shape, leaves))
+      check_alike("dtype", [getattr(leaf, "dtype", None) for leaf in leaves])  # plain numbers take on that of the others
       stacked = jnp.stack(leaves) if any(isinstance(leaf, jax.Array) for leaf in leaves) else np.stack(leaves)
       return jnp.asarray(stacked).reshape(*where.shape, *stacked.shape[1:])
 
-    return jax.tree.map(stack, *(arg.value[i] for i in where.flat))
+    check_alike("structure", (jax.tree.structure(arg.value[i]) for i in layers))
+    return jax.tree.map(stack, *(arg.value[i] for i in layers))
   start, stop, step = int(where.flat[0]), int(where.flat[-1]) + 1, len(segment.block)
 
   def take(x):

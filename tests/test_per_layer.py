@@ -168,9 +168,12 @@ def test_other_bad_per_layer_arguments():
   assert not ls.per_layer((jnp.zeros((14, 3)),), stacked=True).is_list
   stack = stack_of(PLANS["flat"], decode="scan")
   variables = make_variables(stack, X)
-  caches = [{"k": jnp.zeros(3)}] * 13 + [{"q": jnp.zeros(3)}]
-  with pytest.raises(ValueError, match="segment 'layers' need elements of one structure.*layer 13"):
-    stack.apply(variables, X, cache=ls.per_layer(caches))
+  for odd, what in (({"q": jnp.zeros(3)}, "structure"), ({"k": jnp.zeros(4)}, "shape"), ({"k": jnp.zeros(3, int)}, "dtype")):
+    caches = [{"k": jnp.zeros(3)}] * 13 + [odd]
+    with pytest.raises(ValueError, match=f"segment 'layers' need elements of one {what}.*layer 0 has .* layer 13 has"):
+      stack.apply(variables, X, cache=ls.per_layer(caches))
+  with pytest.raises(TypeError, match="stacked must be True, False or None, not 'yes'"):
+    ls.per_layer(caches, stacked="yes")
   with pytest.raises(TypeError, match="given by layer_index and was passed as well"):
     stack.apply(variables, X, index=3)
 
