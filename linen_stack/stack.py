@@ -66,7 +66,8 @@ class StackedDecoder(nn.Module):
   """What the backward pass keeps: a preset's name, a `RematPolicy` or JAX policy, or one of these per segment name."""
 
   scan: bool = True
-  """Loop over stacked layers. False: every layer on its own, unstacked, as `<segment>_<i>`; same numbers from one key."""
+  """Loop over stacked layers. False: every layer on its own, unstacked, as `<segment>_<i>`; same numbers from one key.
+  What says how to loop or to stack (`param_axis`, `inner`, `barrier`, `decode`, `unroll`) then changes nothing."""
 
   param_axis: int = 0
   """Axis of the layers in stacked parameters; those of fewer axes have it last. All other collections: axis 0."""

@@ -83,8 +83,11 @@ def test_keyword_arguments_are_not_dropped(mode):
   stack = ls.StackedDecoder(plan, **mode)
   variables = make_variables(stack, X)
   mask = jnp.zeros((4, 8)).at[:, 0].set(1)
-  noisy = stack.apply(variables, X, mask=mask, deterministic=False, rngs={"dropout": KEY})
-  quiet = stack.apply(variables, X, mask=mask, deterministic=True)
+  placed = variables
+  if "offload_params" in mode:
+    placed = {"params": jax.device_put(variables["params"], ls.host_shardings(stack, variables["params"]))}
+  noisy = stack.apply(placed, X, mask=mask, deterministic=False, rngs={"dropout": KEY})
+  quiet = stack.apply(placed, X, mask=mask, deterministic=True)
   assert not np.allclose(noisy, quiet)
   want, _ = loop(plan, layers_of(variables, plan, scan=mode.get("scan", True)), X, mask=mask)
   assert_close(quiet, want)
