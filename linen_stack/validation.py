@@ -27,9 +27,8 @@ _CHOICES = {"inner": ("auto", "scan", "unroll"), "barrier": ("cse", "loop"), "de
 
 def check_stack(stack: Any) -> None:
   """Raises TypeError or ValueError for options of a `StackedDecoder` that cannot be."""
-  plan = stack.plan
-  if not isinstance(plan, Plan):
-    raise TypeError(f"plan must be a Plan or a Segment, not {plan!r}; Plan.homogeneous(spec, num_layers) makes one")
+  if not isinstance(stack.plan, Plan):
+    raise TypeError(f"plan must be a Plan or a Segment, not {stack.plan!r}; Plan.homogeneous(spec, num_layers) makes one")
   for name in ("scan", "collect_outputs"):
     if not isinstance(getattr(stack, name), bool):
       raise TypeError(f"{name} must be True or False, not {getattr(stack, name)!r}")
@@ -39,11 +38,6 @@ def check_stack(stack: Any) -> None:
       raise TypeError(f"{name} must be an int, not {value!r}")
   if stack.unroll < 1:
     raise ValueError(f"unroll must be at least 1, not {stack.unroll}")
-  most = max(segment.length for segment in plan)
-  if stack.unroll > most:
-    possible = f"1 to {most} can be unrolled" if most > 1 else "there is no loop to unroll, leave it at 1"
-    raise ValueError(f"unroll={stack.unroll}, but no segment has more than {most} repeat{'s' if most > 1 else ''} "
-                     f"(see plan.table()); {possible}")
   for name, choices in _CHOICES.items():
     value = getattr(stack, name)
     if value not in choices:

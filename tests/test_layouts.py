@@ -68,8 +68,6 @@ LAYOUTS = [dict(), dict(scan=False), dict(inner="unroll"), dict(param_axis=1), d
 
 
 def check_plan(plan, layout):
-  if layout.get("unroll", 1) > max(segment.length for segment in plan):
-    layout = {}
   stack = ls.StackedDecoder(plan, **layout)
   axis, scan = layout.get("param_axis", 0), layout.get("scan", True)
   variables = make_variables(stack, X)

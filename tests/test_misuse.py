@@ -1,5 +1,4 @@
 """What newcomers get wrong with the wrappers on their own and with a stack: each is an error that says what would be right."""
-import contextlib
 
 from flax import linen as nn
 import jax
@@ -131,15 +130,6 @@ def test_an_axis_that_no_parameter_has(axis):
   with pytest.raises(ValueError, match=message):
     stack.apply(make_variables(ls.StackedDecoder(plan), X), X)
   assert jax.eval_shape(ls.StackedDecoder(plan, param_axis=2).init, KEY, X)["params"]["layers"]["gain"].shape == (3,)
-
-
-@pytest.mark.parametrize("unroll, words", [(4, "no segment has more than 3 repeats .*1 to 3 can be"), (3, None)])
-def test_more_to_unroll_than_there_is(unroll, words):
-  plan = ls.Plan.homogeneous(A, 2) + ls.Plan.cycle([A, A], 6, "cycle")
-  with pytest.raises(ValueError, match=words) if words else contextlib.nullcontext():
-    assert ls.StackedDecoder(plan, unroll=unroll).apply(make_variables(ls.StackedDecoder(plan), X), X).shape == X.shape
-  with pytest.raises(ValueError, match="unroll=2, .* there is no loop to unroll, leave it at 1"):
-    ls.StackedDecoder(ls.Plan.homogeneous(A, 1), unroll=2)
 
 
 def test_mistyped_shared_stream():
