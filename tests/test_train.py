@@ -363,13 +363,17 @@ def test_ctrl_c_ends_the_program_with_a_message(tmp_path):
   command = [sys.executable, "-m", "linen_stack", "train", str(tmp_path / "c.yml"), "--text", str(tmp_path / "t.txt"),
              "--out", str(tmp_path / "out"), "--set", "train.checkpoint_every=5"]
   with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                        cwd=pathlib.Path(__file__).parents[1]) as process:
+                        cwd=pathlib.Path(__file__).parents[1],
+                        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)) as process:  # what runs tests may ignore it
     (tmp_path / "out").mkdir()
     while process.poll() is None and len(checkpoints.steps(tmp_path / "out")) < 2:
       with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=0.1)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=120)
+    try:
+      _, err = process.communicate(timeout=120)
+    finally:
+      process.kill()
   assert process.returncode == 130, err
   assert "interrupted in step" in err and "the last whole checkpoint is" in err and "Traceback" not in err
   checkpoints.load_config(checkpoints.find(tmp_path / "out"))
