@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from linen_stack.plan import Plan, Run, Segment
 from linen_stack.sharding import lay_out
@@ -85,12 +85,17 @@ def host_shardings(stack: StackedDecoder | Plan, abstract: Any, mesh: Mesh | Non
       lay_out(abstract, mesh, rules, [stack.plan]), is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
   shardings = []
   for path, spec, host in zip(paths, specs, hosts):
-    sharding = SingleDeviceSharding(jax.local_devices()[0]) if mesh is None else NamedSharding(mesh, spec)
+    # JAX learns from named shardings alone in which memory the arrays are that jit or orbax makes.
+    sharding = NamedSharding(_one_device() if mesh is None else mesh, spec or PartitionSpec())
     place = find(stack.plan, path)
     if host and mesh is not None and place is not None:
       check_layers_whole("/".join(path), sharding.spec[:len(place.sizes)])
     shardings.append(sharding.with_memory_kind(HOST) if host else sharding)
   return treedef.unflatten(shardings)
+
+
+def _one_device() -> Mesh:
+  return jax.make_mesh((1,), ("device",), axis_types=(AxisType.Auto,), devices=jax.local_devices()[:1])
 
 
 def with_shardings(abstract: Any, shardings: Any) -> Any:

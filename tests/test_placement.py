@@ -21,8 +21,12 @@ DEVICE = jax.memory.Space.Device
 
 
 def on_host(tree):
-  """The paths of what is in host memory, of arrays or shardings."""
+  """The paths of what is in host memory, of arrays or shardings. Programs must know of arrays what their shardings say."""
   leaves = jax.tree_util.tree_leaves_with_path(tree)
+  for path, leaf in leaves:
+    if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) and leaf.sharding is not None:
+      known = jax.typeof(leaf).memory_space == jax.memory.Space.Host
+      assert known == (leaf.sharding.memory_kind == "pinned_host"), path
   return {jax.tree_util.keystr(path, simple=True, separator="/") for path, leaf in leaves
           if getattr(leaf, "sharding", leaf).memory_kind == "pinned_host"}
 
