@@ -21,6 +21,8 @@ from linen_stack.inspect.overlap import overlap  # noqa: E402
 from linen_stack.models.decoder import DecoderLayer  # noqa: E402
 from linen_stack.placement import with_shardings  # noqa: E402
 
+GATHERS = ("xla_enable_async_all_gather", "xla_tpu_enable_async_collective_fusion",
+           "xla_tpu_enable_async_collective_fusion_fuse_all_gather")
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, weight_decay=0.1))
 
 
@@ -68,7 +70,8 @@ class Program:
     batched = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     self.example = jnp.zeros((1, 8, width), jnp.bfloat16)
     boxed = jax.eval_shape(self.stack.init, jax.random.key(0), self.example)["params"]
-    rules = [("embed", "data" if devices > 1 else None), *((axis, None) for axis in sharding.AXES if axis != "embed")]
+    self.rules = rules = [(axis, "data" if devices > 1 and axis in ("embed", "batch") else None)
+                          for axis in (*sharding.AXES, "batch", "hidden")]
     self.shardings = ls.host_shardings(self.stack, boxed, mesh, rules=rules)
     self.params = with_shardings(nn.unbox(boxed), self.shardings)
     self.opt_shardings = ls.host_shardings(self.stack, jax.eval_shape(TX.init, boxed), mesh, rules=rules)
@@ -82,6 +85,11 @@ class Program:
   def grad(self):
     out = (None, self.shardings)
     return jax.jit(jax.value_and_grad(self.loss), out_shardings=out).lower(self.params, self.x)
+
+  def gathered(self):
+    """Gradients, with activations laid out by the rules as well."""
+    with jax.sharding.use_abstract_mesh(self.here.mesh.abstract_mesh), nn.logical_axis_rules(self.rules):
+      return self.grad()
 
   def init(self):
     """Parameters and the optimiser's state."""
@@ -119,14 +127,15 @@ def sizes(program="grad", **options):
   if program == "vectors":
     return {"temp": Vectors(**options).forward().compile().memory_analysis().temp_size_in_bytes}
   made = Program(**options)
-  compiled = getattr(made, program)().compile()
+  compiled = getattr(made, program)().compile(dict.fromkeys(GATHERS, True) if program == "gathered" else None)
   memory, bodies = compiled.memory_analysis(), overlap(compiled.as_text()) if options.get("prefetch") else ()
   device, host = ({name: getattr(memory, f"{where}{name}_size_in_bytes") for name in ("argument", "output", "alias", "temp")}
                   for where in ("", "host_"))
   peak = device["argument"] + device["output"] - device["alias"] + device["temp"]
   return {"temp": device["temp"], "args": device["argument"], "peak": peak, "host_temp": host["temp"],
           "host_args": host["argument"], "host_out": host["output"], "host_alias": host["alias"],
-          "hidden": [body.hidden for body in bodies], "params": size_of(made.params),
+          "hidden": [body.hidden for body in bodies],
+          "under way": [sum(t.ahead and t.products > 0 for t in body.transfers) for body in bodies], "params": size_of(made.params),
           "layer": size_of(made.params) // made.stack.plan.num_layers}
 
 

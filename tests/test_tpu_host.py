@@ -14,6 +14,8 @@ CASES = {
     "resident": dict(WIDE),
     "gradients": dict(WIDE, offload_params=True),
     "ahead": dict(WIDE, offload_params=True, prefetch=True),
+    "gathered": dict(WIDE, devices=4, program="gathered"),
+    "gathered ahead": dict(WIDE, devices=4, program="gathered", prefetch=True),
     "step": dict(WIDE, offload_params=True, program="step"),
     "init": dict(width=512, offload_params=True, program="init"),
     "prefix step": dict(plan="prefix", offload_params=True, program="step"),
@@ -56,6 +58,15 @@ def test_the_next_layer_is_fetched_while_one_computes(sizes):
   ahead, host = sizes["ahead"], sizes["gradients"]
   assert ahead["hidden"] == [True, True]
   assert ahead["temp"] <= host["temp"] + 2 * host["layer"]
+
+
+def test_the_next_layer_is_gathered_while_one_computes(sizes):
+  """Of layers that are split over 4 devices. Products take along what the compiler finds room for, not yet all of it."""
+  ahead, split = sizes["gathered ahead"], sizes["gathered"]
+  forward, backward = ahead["under way"]
+  assert forward >= 3 and backward >= 1
+  assert split["args"] == ahead["args"] <= 0.26 * split["params"]
+  assert ahead["temp"] <= split["temp"] + 2 * split["layer"]
 
 
 def test_a_whole_train_step_takes_less_than_the_parameters(sizes):
