@@ -46,7 +46,10 @@ def make_variables(stack, *args, seed=0, **kwargs):
       return jnp.zeros(leaf.shape, leaf.dtype)
     return jnp.asarray(rng.normal(0.3 if leaf.ndim < 2 else 0.0, 0.3, leaf.shape), leaf.dtype)
 
-  return jax.tree_util.tree_map_with_path(fill, shapes)
+  variables = jax.tree_util.tree_map_with_path(fill, shapes)
+  if isinstance(stack, ls.StackedDecoder) and stack.offload_params is not False and "params" in shapes:
+    variables["params"] = jax.device_put(variables["params"], ls.host_shardings(stack, variables["params"]))
+  return variables
 
 
 @dataclasses.dataclass

@@ -55,7 +55,7 @@ def with_adapters(plan, **options):
   """A stack with adapters, and variables for it that are not zero."""
   base = ls.StackedDecoder(PLANS[plan], **options)
   stack = ls.lora(base, 2, TARGETS, alpha=3)
-  params = nn.unbox(make_variables(base, X)["params"])
+  params = nn.unbox(make_variables(base.clone(offload_params=False), X)["params"])
   made = jax.eval_shape(functools.partial(stack.apply, mutable=["lora"]), {"params": params}, X, rngs={"lora": KEY})[1]
   return base, stack, {"params": params, "lora": random_like(nn.unbox(made["lora"]))}
 

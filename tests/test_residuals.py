@@ -13,6 +13,7 @@ from rich.console import Console
 import linen_stack as ls
 from linen_stack.inspect import residuals
 from linen_stack.models import DecoderLayer, LanguageModel
+from linen_stack.placement import with_shardings
 from tests.tagged import BATCH, EMBED, SEQ, SHAPES, TaggedLayer, abstract, loss_of, plan, spec
 
 F32 = jnp.float32
@@ -235,6 +236,8 @@ def test_no_copy_of_a_weight_is_kept(options):
   local, wide = ls.LayerSpec(DecoderLayer, "local", window=4, **sizes), ls.LayerSpec(DecoderLayer, "wide", **sizes)
   stack = ls.StackedDecoder(ls.Plan.cycle([local, local, wide], 8), **options)
   x = jax.ShapeDtypeStruct((2, 4, 16), F32)
-  variables = jax.eval_shape(stack.init, jax.random.key(0), x)
-  report = residuals(lambda v, x: stack.apply(v, x).sum(), variables, x)
+  params = nn.unbox(jax.eval_shape(stack.init, jax.random.key(0), x)["params"])
+  if "offload_params" in options:
+    params = with_shardings(params, ls.host_shardings(stack, params))
+  report = residuals(lambda v, x: stack.apply(v, x).sum(), {"params": params}, x)
   assert report.rows and not [row.name for row in report.rows if row.kind == "copy" and math.prod(row.shape) >= 16 * 16]
