@@ -360,11 +360,13 @@ def test_ctrl_c_ends_the_program_with_a_message(tmp_path):
   (tmp_path / "c.yml").write_text(
       "model: {vocab: 256, embed: 8, family: decoder, args: {mlp: 8, num_heads: 1}, num_layers: 1}\n"
       "train: {steps: 1000000, seq: 8, batch: 1, checkpoint_every: 50}\n")
-  command = [sys.executable, "-m", "linen_stack", "train", str(tmp_path / "c.yml"), "--text", str(tmp_path / "t.txt"),
+  # As `python -m linen_stack`, but what runs the tests may ignore Ctrl-C, and its children with it.
+  program = ("import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+             "runpy.run_module('linen_stack', run_name='__main__', alter_sys=True)")
+  command = [sys.executable, "-c", program, "train", str(tmp_path / "c.yml"), "--text", str(tmp_path / "t.txt"),
              "--out", str(tmp_path / "out"), "--set", "train.checkpoint_every=5"]
   with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                        cwd=pathlib.Path(__file__).parents[1],
-                        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)) as process:  # what runs tests may ignore it
+                        cwd=pathlib.Path(__file__).parents[1]) as process:
     (tmp_path / "out").mkdir()
     while process.poll() is None and len(checkpoints.steps(tmp_path / "out")) < 2:
       with contextlib.suppress(subprocess.TimeoutExpired):
