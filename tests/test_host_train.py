@@ -12,8 +12,6 @@ from linen_stack.config import StackConfig
 from linen_stack.models import families
 from tests.test_placement import on_host
 
-pytestmark = pytest.mark.filterwarnings("error:offload_params=:UserWarning")  # none that the commands cause themselves
-
 # Kernels of 16 KiB and more a layer, so that `true` selects them.
 TINY = ["model.embed=64", "model.args={mlp: 64, num_heads: 2}", "model.num_layers=3", "train.batch=2", "train.seq=16",
         "train.steps=20", "train.checkpoint_every=null", "stack.remat=full"]

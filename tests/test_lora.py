@@ -56,7 +56,8 @@ def with_adapters(plan, **options):
   base = ls.StackedDecoder(PLANS[plan], **options)
   stack = ls.lora(base, 2, TARGETS, alpha=3)
   params = nn.unbox(make_variables(base.clone(offload_params=False), X)["params"])
-  made = jax.eval_shape(functools.partial(stack.apply, mutable=["lora"]), {"params": params}, X, rngs={"lora": KEY})[1]
+  on_device = ls.lora(base.clone(offload_params=False), 2, TARGETS, alpha=3)
+  made = jax.eval_shape(functools.partial(on_device.apply, mutable=["lora"]), {"params": params}, X, rngs={"lora": KEY})[1]
   return base, stack, {"params": params, "lora": random_like(nn.unbox(made["lora"]))}
 
 

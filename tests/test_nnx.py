@@ -45,6 +45,7 @@ def unstacked(params, plan, options):
       {"params": params}, ls.StackedDecoder(plan, param_axis=options["param_axis"]))]
 
 
+@pytest.mark.filterwarnings("ignore:offload_params=:UserWarning")  # test_nnx_prefetch.py has parameters in host memory
 @pytest.mark.parametrize("seed", [*range(20), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(20, 50))])
 def test_linen_nnx_and_the_loop_agree_on_random_plans(seed):
   names, options = random_case(seed)
