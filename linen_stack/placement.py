@@ -78,24 +78,20 @@ def host_shardings(stack: StackedDecoder | Plan, abstract: Any, mesh: Mesh | Non
       hosts.append(asked[name])
   if parameters and asked:
     check_selection(stack, asked)
-  if any(hosts):
-    for device in [jax.local_devices()[0]] if mesh is None else mesh.devices.flat:
-      check_memory_kind(HOST, "parameters are to be in", device)
-  specs = [None] * len(leaves) if mesh is None else jax.tree.leaves(
+  # JAX learns from named shardings alone in which memory the arrays are that jit or orbax makes.
+  over = mesh if mesh is not None else jax.make_mesh(
+      (1,), ("device",), axis_types=(AxisType.Auto,), devices=jax.local_devices()[:1])
+  for device in over.devices.flat if any(hosts) else ():
+    check_memory_kind(HOST, "parameters are to be in", device)
+  specs = [PartitionSpec()] * len(leaves) if mesh is None else jax.tree.leaves(
       lay_out(abstract, mesh, rules, [stack.plan]), is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
   shardings = []
   for path, spec, host in zip(paths, specs, hosts):
-    # JAX learns from named shardings alone in which memory the arrays are that jit or orbax makes.
-    sharding = NamedSharding(_one_device() if mesh is None else mesh, spec or PartitionSpec())
-    place = find(stack.plan, path)
-    if host and mesh is not None and place is not None:
-      check_layers_whole("/".join(path), sharding.spec[:len(place.sizes)])
+    sharding, place = NamedSharding(over, spec), find(stack.plan, path)
+    if host and place is not None:
+      check_layers_whole("/".join(path), spec[:len(place.sizes)])
     shardings.append(sharding.with_memory_kind(HOST) if host else sharding)
   return treedef.unflatten(shardings)
-
-
-def _one_device() -> Mesh:
-  return jax.make_mesh((1,), ("device",), axis_types=(AxisType.Auto,), devices=jax.local_devices()[:1])
 
 
 def with_shardings(abstract: Any, shardings: Any) -> Any:
