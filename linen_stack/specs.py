@@ -38,9 +38,10 @@ def parameters_of(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
   # Classes whose metaclass takes any argument, such as those of NNX modules, have the signature of that.
   past = isinstance(cls, type) and type(cls).__call__ is not type.__call__
   try:
-    return inspect.signature(cls.__init__ if past else target).parameters
+    parameters = inspect.signature(cls.__init__ if past else target).parameters
   except (TypeError, ValueError):
     return None
+  return dict(list(parameters.items())[1:]) if past else parameters  # without self
 
 
 def check_keywords(target: Callable[..., Any], given: Iterable[str], hidden: Iterable[str] = ()) -> None:
