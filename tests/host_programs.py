@@ -27,11 +27,11 @@ TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, weight_decay=
 
 
 def make_plan(kind, width):
-  """The reference layer in bfloat16: 12 alike; 4 or 8 repeats of a run of three and another; two in turn, one left over."""
+  """The reference layer in bfloat16: 12 alike; 4 or 8 repeats of a run of three and another; the same with two left over."""
   layer = dict(embed=width, mlp=4 * width, num_heads=width // 64, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
   a, b = ls.LayerSpec(DecoderLayer, "a", **layer), ls.LayerSpec(DecoderLayer, "b", window=64, **layer)
   return {"flat": lambda: ls.Plan.homogeneous(a, 12), "cycle": lambda: ls.Plan.cycle([a, a, a, b], 16),
-          "deep cycle": lambda: ls.Plan.cycle([a, a, a, b], 32), "remainder": lambda: ls.Plan.cycle([a, b], 7),
+          "deep cycle": lambda: ls.Plan.cycle([a, a, a, b], 32), "remainder": lambda: ls.Plan.cycle([a, a, a, b], 14),
           "prefix": lambda: ls.Plan.homogeneous(b, 1, "first") + ls.Plan.homogeneous(a, 12)}[kind]()
 
 

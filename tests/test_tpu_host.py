@@ -8,7 +8,7 @@ import pytest
 # One worker compiles for all of these tests.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("tpu")]
 
-WIDE = dict(width=512, batch=4, seq=128)
+WIDE = dict(width=1024, batch=8, seq=128)
 BUSY = dict(batch=8, seq=256)  # values that are kept outweigh parameters
 CASES = {
     "resident": dict(WIDE),
@@ -17,7 +17,7 @@ CASES = {
     "gathered": dict(WIDE, devices=4, program="gathered"),
     "gathered ahead": dict(WIDE, devices=4, program="gathered", prefetch=True),
     "step": dict(WIDE, offload_params=True, program="step"),
-    "init": dict(width=512, offload_params=True, program="init"),
+    "init": dict(width=1024, offload_params=True, program="init"),
     "prefix step": dict(plan="prefix", offload_params=True, program="step"),
     "cycle": dict(plan="cycle", offload_params=True, remat="minimal_offloaded"),
     "cycle step": dict(plan="cycle", offload_params=True, program="step"),
@@ -46,7 +46,7 @@ def test_every_program_compiles(sizes):
 
 
 def test_the_device_holds_few_parameters_at_a_time(sizes):
-  """12 layers of width 512."""
+  """12 layers of width 1024."""
   resident, host = sizes["resident"], sizes["gradients"]
   assert resident["args"] >= host["params"] and host["host_args"] >= 0.99 * host["params"]
   assert host["args"] <= 0.05 * host["params"]
@@ -70,7 +70,7 @@ def test_the_next_layer_is_gathered_while_one_computes(sizes):
 
 
 def test_a_whole_train_step_takes_less_than_the_parameters(sizes):
-  """12 layers of width 512, with clipping and AdamW; parameters and the optimiser's state are written in place."""
+  """12 layers of width 1024, with clipping and AdamW; parameters and the optimiser's state are written in place."""
   step = sizes["step"]
   assert step["peak"] < 0.5 * step["params"]
   assert step["host_alias"] == step["host_out"] >= 2.99 * step["params"]
