@@ -18,3 +18,10 @@ def pytest_collection_modifyitems(items):
     for name, value in (item.callspec.params if hasattr(item, "callspec") else {}).items():
       if isinstance(value, (set, frozenset)):
         raise pytest.UsageError(f"{item.nodeid}: {name} is a set; give a tuple")
+
+
+@pytest.fixture
+def float64():
+  """A test that tells what is equal but for rounding from what is not."""
+  with jax.enable_x64(True):
+    yield

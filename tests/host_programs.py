@@ -22,7 +22,8 @@ from linen_stack.models.decoder import DecoderLayer  # noqa: E402
 from linen_stack.placement import with_shardings  # noqa: E402
 
 GATHERS = ("xla_enable_async_all_gather", "xla_tpu_enable_async_collective_fusion",
-           "xla_tpu_enable_async_collective_fusion_fuse_all_gather")
+           "xla_tpu_enable_async_collective_fusion_fuse_all_gather", "xla_latency_hiding_scheduler_enable_selective_resources",
+           "xla_lhs_make_all_gather_selective")
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, weight_decay=0.1))
 
 
@@ -134,8 +135,7 @@ def sizes(program="grad", **options):
   peak = device["argument"] + device["output"] - device["alias"] + device["temp"]
   return {"temp": device["temp"], "args": device["argument"], "peak": peak, "host_temp": host["temp"],
           "host_args": host["argument"], "host_out": host["output"], "host_alias": host["alias"],
-          "hidden": [body.hidden for body in bodies],
-          "under way": [sum(t.ahead and t.products > 0 for t in body.transfers) for body in bodies], "params": size_of(made.params),
+          "hidden": [body.hidden for body in bodies], "params": size_of(made.params),
           "layer": size_of(made.params) // made.stack.plan.num_layers}
 
 

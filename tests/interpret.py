@@ -58,8 +58,9 @@ def _call(eqn, args):
     if key in params:
       jaxpr, consts = _closed(params[key])
       return _eval(jaxpr, consts, args)
-  if name in _NUMPY and all(var.aval.dtype == np.float32 for var in (*eqn.invars, *eqn.outvars)):
-    return [np.asarray(_NUMPY[name](list(map(np.asarray, args)), params), np.float32)]
+  dtype = eqn.outvars[0].aval.dtype if name in _NUMPY else None
+  if dtype in (np.float32, np.float64) and all(var.aval.dtype == dtype for var in eqn.invars):
+    return [np.asarray(_NUMPY[name](list(map(np.asarray, args)), params), dtype)]
   out = eqn.primitive.bind(*args, **params)
   return out if eqn.primitive.multiple_results else [out]
 

@@ -52,6 +52,11 @@ def make_variables(stack, *args, seed=0, **kwargs):
   return variables
 
 
+def wide(tree):
+  """The same numbers in float64, for tests with the fixture of that name."""
+  return jax.tree.map(lambda x: x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.inexact) else x, tree)
+
+
 @dataclasses.dataclass
 class Where:
   """Where a layer's variables stand in a stack's: path, and for each stacked axis (outermost last) its index."""

@@ -1,4 +1,7 @@
-"""Every layout on a mesh of eight devices: the numbers of one device, and no program that gathers a whole stack."""
+"""Every layout on a mesh of eight devices: the numbers of one device, and no program that gathers a whole stack.
+
+Sums are in another order on several devices; in float64 what else differs shows.
+"""
 import functools
 import math
 import re
@@ -7,15 +10,17 @@ from flax import linen as nn
 import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import pytest
 
 import linen_stack as ls
 from linen_stack import sharding
-from tests.reference import assert_close, make_variables
+from tests.reference import assert_close, make_variables, wide
 
+pytestmark = pytest.mark.usefixtures("float64")
 EMBED, HIDDEN = 8, 16
-X = jax.random.normal(jax.random.key(0), (8, EMBED))
+X = np.asarray(jax.random.normal(jax.random.key(0), (8, EMBED)), np.float64)
 
 
 class Tiny(nn.Module):
@@ -62,7 +67,7 @@ def gathered(text):
 
 @functools.cache
 def boxed_params(plan, scan, axis):
-  return make_variables(ls.StackedDecoder(PLANS[plan], scan=scan, param_axis=axis), X)["params"]
+  return wide(make_variables(ls.StackedDecoder(PLANS[plan], scan=scan, param_axis=axis), X)["params"])
 
 
 @functools.cache
@@ -72,6 +77,7 @@ def wanted(plan, scan, axis):
 
 
 def check(plan, rules, **options):
+  """Values and gradients; returns the compiled program's text."""
   stack = ls.StackedDecoder(PLANS[plan], **options)
   boxed = boxed_params(plan, stack.scan, stack.param_axis)
   params = nn.unbox(boxed)
@@ -80,30 +86,37 @@ def check(plan, rules, **options):
     args = jax.device_put(params, shardings), jax.device_put(X, NamedSharding(mesh(), P(("data", "fsdp"))))
     step = jax.jit(jax.value_and_grad(loss(stack)), out_shardings=(None, shardings)).lower(*args).compile()
     got = step(*args)
-  assert_close(jax.device_get(got), wanted(plan, stack.scan, stack.param_axis), rtol=3e-6)
+  assert_close(jax.device_get(got), wanted(plan, stack.scan, stack.param_axis), rtol=1e-13)
   assert jax.tree.leaves(got[1])[0].sharding == jax.tree.leaves(shardings)[0]
-  assert max(gathered(step.as_text()), default=0) < 4 * EMBED * HIDDEN
+  sizes = gathered(step.as_text())
+  if stack.prefetch:
+    assert 0 < max(sizes) <= max(len(segment.block) for segment in PLANS[plan]) * EMBED * HIDDEN
+  else:
+    assert max(sizes, default=0) < 4 * EMBED * HIDDEN
   return step.as_text()
 
 
 POLICIES = {"none": "none", "full": "full", "saving": ls.RematPolicy(save=["mlpwi_0"]),
-            "offloading": ls.RematPolicy(offload=["mlpwi_0"])}
+            "offloading": ls.RematPolicy(offload=["mlpwi_0"]), "carry": ls.RematPolicy(save=["mlpwi_0"], carry="offload"),
+            "minimal": "minimal"}
+HOST, AHEAD = dict(offload_params=0), dict(prefetch=True)
+PLACES = {"device": {}, "host": HOST, "ahead": AHEAD, "host, ahead": {**HOST, **AHEAD}, "apart": dict(scan=False)}
 OTHERS = {
-    "apart": ("remainder", dict(scan=False, remat="full")),
-    "apart offloading": ("prefix", dict(scan=False, remat=POLICIES["offloading"])),
-    "two a step": ("flat", dict(unroll=2)), "inner unrolled": ("nested", dict(inner="unroll")),
+    "two a step": ("flat", dict(unroll=2)), "two a step, host": ("prefix", dict(unroll=2, **HOST)),
+    "two a step, ahead": ("flat", dict(unroll=2, **AHEAD)),
+    "inner unrolled": ("nested", dict(inner="unroll")), "inner unrolled, ahead": ("remainder", dict(inner="unroll", **AHEAD)),
     "axis 1": ("nested", dict(param_axis=1)), "axis -1": ("prefix", dict(param_axis=-1, remat="none")),
-    "host": ("remainder", dict(offload_params=0)), "host, kept": ("prefix", dict(offload_params=0, remat="none")),
-    "host, offloading": ("nested", dict(offload_params=0, remat=POLICIES["offloading"])),
+    "axis 1, ahead": ("nested", dict(param_axis=1, **AHEAD)), "loop": ("cycle", dict(barrier="loop")),
     "every": ("flat", dict(remat=ls.RematPolicy(every=2))), "levels": ("flat", dict(remat=ls.RematPolicy(levels=(2, 2)))),
-    "carry": ("cycle", dict(remat=ls.RematPolicy(carry="offload"))), "loop": ("cycle", dict(barrier="loop")),
+    "every, host": ("flat", dict(remat=ls.RematPolicy(every=2), **HOST)),
 }
 
 
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("plan", PLANS)
-def test_layouts_and_policies(plan, policy):
-  check(plan, RULES, remat=POLICIES[policy])
+def test_layouts_policies_and_where_parameters_are(plan, policy, place):
+  check(plan, RULES, remat=POLICIES[policy], **PLACES[place])
 
 
 @pytest.mark.parametrize("case", OTHERS)

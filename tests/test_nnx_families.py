@@ -19,14 +19,15 @@ from tests.nnx_reference import abstract, filled, loss_of, params_of
 from tests.reference import assert_close, loop
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
+pytestmark = pytest.mark.usefixtures("float64")  # rounding would hide what differs, the more in layers that amplify it
 FAMILIES = ["llama", "qwen3", "gemma3", "deepseek_v3", "qwen3_next"]
 
 
 @functools.lru_cache(maxsize=None)
 def linen(family):
   """The plan of a family's small model, and its hidden states: [batch, seq, embed]."""
-  model = ls.hf.model_from_config(json.loads((GOLDEN / family / "config.json").read_text()))
-  return model.stack.plan, jax.ShapeDtypeStruct((2, 4, model.embed), jnp.float32)
+  model = ls.hf.model_from_config(json.loads((GOLDEN / family / "config.json").read_text()), param_dtype=jnp.float64)
+  return model.stack.plan, jax.ShapeDtypeStruct((2, 4, model.embed), jnp.float64)
 
 
 def native(plan):
@@ -104,14 +105,14 @@ def check(plan, nnx_plan, x, rtol, **options):
                                                   for family in ("deepseek_v3", "qwen3_next"))])
 def test_values_gradients_and_a_step_of_bridged_layers(family):
   plan, x = linen(family)
-  check(plan, ls.nnx.bridged(plan, x), x, 1e-5, remat="minimal")
+  check(plan, ls.nnx.bridged(plan, x), x, 1e-11, remat="minimal")
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_the_native_layer_is_its_linen_twin(family):
   plan, x = linen(family)
   check_tree(abstract(native(plan)), plan, x)
-  check(plan, native(plan), x, 1e-5, remat="minimal_with_context")
+  check(plan, native(plan), x, 1e-11, remat="minimal_with_context")
 
 
 def test_the_native_layer_takes_all_that_its_twin_does():

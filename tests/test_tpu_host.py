@@ -1,4 +1,5 @@
-"""Host memory on a TPU, read from programs compiled ahead of time. Sizes repeat to the byte, so bounds are exact."""
+"""Weights elsewhere than on a TPU, read from programs compiled ahead of time. Sizes repeat to the byte, so bounds are exact."""
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -10,12 +11,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("tpu")]
 
 WIDE = dict(width=1024, batch=8, seq=128)
 BUSY = dict(batch=8, seq=256)  # values that are kept outweigh parameters
+# Products of a v5p take gathers along; later compilers leave that to v5e alone.
+ON_V5P = tuple(map(int, importlib.metadata.version("libtpu").split(".")[:3])) < (0, 0, 50)
+SPLIT = dict(width=1024, batch=16, seq=256, devices=4, program="gathered", topology="v5p:2x2x1" if ON_V5P else "v5e:2x2")
 CASES = {
     "resident": dict(WIDE),
     "gradients": dict(WIDE, offload_params=True),
     "ahead": dict(WIDE, offload_params=True, prefetch=True),
-    "gathered": dict(WIDE, devices=4, program="gathered"),
-    "gathered ahead": dict(WIDE, devices=4, program="gathered", prefetch=True),
+    "gathered": dict(SPLIT),
+    "gathered ahead": dict(SPLIT, prefetch=True),
+    **({} if ON_V5P else {"gathered on v5p": dict(SPLIT, prefetch=True, topology="v5p:2x2x1")}),
     "step": dict(WIDE, offload_params=True, program="step"),
     "init": dict(width=1024, offload_params=True, program="init"),
     "prefix step": dict(plan="prefix", offload_params=True, program="step"),
@@ -42,7 +47,8 @@ def sizes():
 
 
 def test_every_program_compiles(sizes):
-  assert not {name: size["error"] for name, size in sizes.items() if "error" in size and name != "vectors"}
+  errors = {name: size["error"] for name, size in sizes.items() if "error" in size}
+  assert not {name: error for name, error in errors.items() if name not in ("vectors", "gathered on v5p")}
 
 
 def test_the_device_holds_few_parameters_at_a_time(sizes):
@@ -61,12 +67,17 @@ def test_the_next_layer_is_fetched_while_one_computes(sizes):
 
 
 def test_the_next_layer_is_gathered_while_one_computes(sizes):
-  """Of layers that are split over 4 devices. Products take along what the compiler finds room for, not yet all of it."""
+  """Of layers that are split over 4 devices, forward and backward."""
   ahead, split = sizes["gathered ahead"], sizes["gathered"]
-  forward, backward = ahead["under way"]
-  assert forward >= 3 and backward >= 1
+  assert ahead["hidden"] == [True, True]
   assert split["args"] == ahead["args"] <= 0.26 * split["params"]
   assert ahead["temp"] <= split["temp"] + 2 * split["layer"]
+
+
+@pytest.mark.skipif(ON_V5P, reason="this compiler knows it")
+def test_gathers_on_v5p_still_wait(sizes):
+  """When this fails, the compiler has learnt it: the README need not say so any longer."""
+  assert "not supported" in sizes["gathered on v5p"]["error"]
 
 
 def test_a_whole_train_step_takes_less_than_the_parameters(sizes):
