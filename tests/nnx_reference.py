@@ -28,7 +28,7 @@ class Twin(nn.Module):
 
 def linear(features, out, rngs, axes=None):
   names = {} if axes is None else {"kernel_metadata": {"out_sharding": axes, "eager_sharding": False}}
-  return nnx.Linear(features, out, rngs=rngs, **names)
+  return nnx.Linear(features, out, rngs=rngs, param_dtype=jnp.result_type(float), **names)
 
 
 class Layer(nnx.Module):

@@ -12,10 +12,10 @@ import pytest
 import linen_stack as ls
 from linen_stack.models import DecoderLayer, LanguageModel
 from tests import interpret
-from tests.reference import assert_close, make_variables
+from tests.reference import assert_close, make_variables, wide
 
 KEY = jax.random.key(0)
-X = jax.random.normal(KEY, (3, 8))
+X = np.asarray(jax.random.normal(KEY, (3, 8)), np.float64)
 
 
 class Layer(nn.Module):
@@ -27,7 +27,7 @@ class Layer(nn.Module):
   def __call__(self, x, mask=None):
     boxed = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
     h = nn.LayerNorm(use_bias=False, name="norm")(x)
-    h = checkpoint_name(nn.Dense(16, kernel_init=boxed, dtype=jnp.float32, name="wi")(h), "mlpwi_0")
+    h = checkpoint_name(nn.Dense(16, kernel_init=boxed, dtype=jnp.result_type(float), name="wi")(h), "mlpwi_0")
     heads = nn.DenseGeneral((2, 4), use_bias=False, name="heads")(nn.gelu(h))
     odd = self.param("odd", nn.initializers.normal(), (8, 8))
     y = jax.jit(lambda x, w: jnp.einsum("bhd,hde->be", x, w))(heads, self.param("out", nn.initializers.normal(), (2, 4, 8)))
@@ -66,10 +66,11 @@ CASES = [("flat", options) for options in OPTIONS] + [
         ("prefix, nested, remainder", options) for options in (dict(inner="unroll", remat="none"), dict(param_axis=1))]
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("plan, options", CASES, ids=str)
 def test_results_and_gradients_are_those_of_merged_parameters(plan, options):
   base, stack, variables = with_adapters(plan, **options)
-  params, adapters = variables["params"], variables["lora"]
+  params, adapters = wide(variables["params"]), wide(variables["lora"])
   placed = params if stack.offload_params is False else jax.device_put(params, ls.host_shardings(stack, params))
 
   def loss(adapters):
@@ -80,7 +81,7 @@ def test_results_and_gradients_are_those_of_merged_parameters(plan, options):
     assert list(merged) == ["params"]
     return (base.clone(offload_params=False).apply(merged, X) ** 2).sum()
 
-  assert_close(interpret.value_and_grad(loss)(adapters), interpret.value_and_grad(of_merged)(adapters), rtol=3e-5)
+  assert_close(interpret.value_and_grad(loss)(adapters), interpret.value_and_grad(of_merged)(adapters), rtol=1e-13)
 
 
 @pytest.mark.parametrize("plan", ["flat", "prefix, nested, remainder"])
