@@ -16,6 +16,7 @@ import pytest
 
 import linen_stack as ls
 from linen_stack import sharding
+from tests import reference
 from tests.reference import assert_close, make_variables, wide
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -46,6 +47,7 @@ PLANS = {
     "nested": ls.Plan.cycle([A, A, B], 12),
     "remainder": ls.Plan.cycle([A, A, B], 14),
 }
+ALL = {**PLANS, "tagged": reference.PLANS["cycle"]}  # the last by layers with values for all presets
 RULES = (("batch", ("data", "fsdp")), ("embed", "fsdp"), ("mlp", "tensor"), ("one", None))
 
 
@@ -67,18 +69,18 @@ def gathered(text):
 
 @functools.cache
 def boxed_params(plan, scan, axis):
-  return wide(make_variables(ls.StackedDecoder(PLANS[plan], scan=scan, param_axis=axis), X)["params"])
+  return wide(make_variables(ls.StackedDecoder(ALL[plan], scan=scan, param_axis=axis), X)["params"])
 
 
 @functools.cache
 def wanted(plan, scan, axis):
-  stack = ls.StackedDecoder(PLANS[plan], remat="none", scan=scan, param_axis=axis)
+  stack = ls.StackedDecoder(ALL[plan], remat="none", scan=scan, param_axis=axis)
   return jax.device_get(jax.jit(jax.value_and_grad(loss(stack)))(nn.unbox(boxed_params(plan, scan, axis)), X))
 
 
 def check(plan, rules, **options):
   """Values and gradients; returns the compiled program's text."""
-  stack = ls.StackedDecoder(PLANS[plan], **options)
+  stack = ls.StackedDecoder(ALL[plan], **options)
   boxed = boxed_params(plan, stack.scan, stack.param_axis)
   params = nn.unbox(boxed)
   with jax.set_mesh(mesh()), nn.logical_axis_rules(rules):
@@ -90,7 +92,7 @@ def check(plan, rules, **options):
   assert jax.tree.leaves(got[1])[0].sharding == jax.tree.leaves(shardings)[0]
   sizes = gathered(step.as_text())
   if stack.prefetch:
-    assert 0 < max(sizes) <= max(len(segment.block) for segment in PLANS[plan]) * EMBED * HIDDEN
+    assert 0 < max(sizes) <= max(len(segment.block) for segment in ALL[plan]) * EMBED * HIDDEN
   else:
     assert max(sizes, default=0) < 4 * EMBED * HIDDEN
   return step.as_text()
@@ -117,6 +119,11 @@ OTHERS = {
 @pytest.mark.parametrize("plan", PLANS)
 def test_layouts_policies_and_where_parameters_are(plan, policy, place):
   check(plan, RULES, remat=POLICIES[policy], **PLACES[place])
+
+
+@pytest.mark.parametrize("preset", ls.RematPolicy.presets())
+def test_presets(preset):
+  check("tagged", RULES, remat=preset)
 
 
 @pytest.mark.parametrize("case", OTHERS)

@@ -1,18 +1,23 @@
 """`check_gradients`: whether a policy leaves the gradients alone, on the device at hand."""
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+import contextlib
 import dataclasses
 from typing import Any
 
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
+from linen_stack import sharding
 from linen_stack.inspect import render
 from linen_stack.inspect.watch import Place, Watch, watching
 from linen_stack.per_layer import indices
+from linen_stack.plan import Plan
+from linen_stack.stacked import on_host, value
 
 # Gradients that are zero but for rounding are not compared with themselves: no scale is below this part of the largest.
 _LEAST_SCALE = 1e-3
@@ -48,27 +53,36 @@ class GradientReport:
     return "\n".join(lines)
 
 
-def check_gradients(stack: nn.Module, *args: Any, rtol: float = 1e-5, seed: int = 0, **kwargs: Any) -> GradientReport:
+def check_gradients(stack: nn.Module, *args: Any, rtol: float = 1e-5, seed: int = 0, mesh: Mesh | None = None,
+                    rules: Iterable[tuple[str, Any]] | None = None, **kwargs: Any) -> GradientReport:
   """Compares gradients of all parameters and floating arguments under the stack's policy with those under full remat.
 
-  Runs on the default device. Every layer gets weights of its own, so that mixed-up layers show: parameters are
-  initialised and then disturbed. Differences are relative to the largest gradient in a layer's part of an array.
+  Runs on the default device; with a mesh, the policy runs there, and full remat on one device as before, so that it also
+  shows whether the compiler splits the layers right. Every layer gets weights of its own, so that mixed-up layers show:
+  parameters are initialised and then disturbed. Differences are relative to the largest gradient in a layer's part of an
+  array.
 
   Args:
     stack: a `StackedDecoder`, or a module that contains one or several.
     *args, **kwargs: arguments of its call, arrays with values.
     rtol: the largest relative difference allowed.
     seed: of parameters, dropout and the cotangent of the output.
+    mesh: the devices. Parameters lie over it by the names in their boxes, the first argument by the rule for "batch".
+    rules: pairs (logical axis, mesh axis or None), by default those of `nn.logical_axis_rules` around the call.
 
   Raises:
-    TypeError: no module, or arguments without values.
-    ValueError: the module calls no `StackedDecoder`; a policy that does not fit its layers, as `init` raises it.
+    TypeError: no module, no mesh, rules without one, or arguments without values.
+    ValueError: the module calls no `StackedDecoder`; a policy that does not fit its layers, as `init` raises it; rules that
+      do not fit, as `host_shardings` raises it.
   """
   if not isinstance(stack, nn.Module):
     raise TypeError(f"stack must be a StackedDecoder or a module that contains one, not {stack!r}")
   if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves((args, kwargs))):
     raise TypeError("check_gradients computes gradients and needs arrays with values, not jax.ShapeDtypeStruct")
-  key = jax.random.key(seed)
+  if mesh is None and rules is not None or not isinstance(mesh, Mesh | None):
+    raise TypeError(f"mesh must be a jax.sharding.Mesh, over whose devices the rules lay arrays, not {mesh!r}")
+  # Of some generators the numbers depend on how arrays are split.
+  key = jax.random.key(seed, impl=None if mesh is None else "threefry2x32")
   rngs = {"params": key, "dropout": jax.random.fold_in(key, 1)}
   with watching() as watch:
     variables = jax.jit(lambda: stack.init(rngs, *args, **kwargs))()
@@ -91,12 +105,33 @@ def check_gradients(stack: nn.Module, *args: Any, rtol: float = 1e-5, seed: int 
 
   # The function is made anew for each, as jax would take two equal ones for one.
   found = []
-  for remat in (None, "full"):
-    with watching(remat=remat):
+  for options, devices in (({}, mesh), ({"remat": "full", "prefetch": False}, None)):
+    with watching(**options), contextlib.ExitStack() as around:
+      given = floats
+      if devices is not None:
+        around.enter_context(jax.set_mesh(devices))
+        around.enter_context(nn.logical_axis_rules(tuple(nn.get_logical_axis_rules() if rules is None else rules)))
+        placed = jax.tree.leaves(_placed(params, args, kwargs, devices, [stack.plan for stack in watch.stacks.values()]))
+        given = {i: placed[i] for i in floats}
       run = jax.jit(lambda floats: gradients(floats))  # pylint: disable=unnecessary-lambda
-      found.append(jax.device_get(run(floats)))
+      found.append(jax.device_get(run(given)))
   paths = [path for path, _ in jax.tree_util.tree_leaves_with_path((params, args, kwargs))]
   return _compare({_label(paths[i]): (found[0][i], found[1][i]) for i in floats}, watch, rtol)
+
+
+def _placed(params: Any, args: Any, kwargs: Any, mesh: Mesh, plans: Iterable[Plan]) -> Any:
+  """The three on a mesh, as the rules around say."""
+
+  def put_parameter(spec, leaf):
+    return jax.device_put(leaf, NamedSharding(mesh, spec, memory_kind="pinned_host" if on_host(value(leaf)) else None))
+
+  def put_input(x):
+    spec = PartitionSpec(sharding.over("batch") or None) if jnp.ndim(x) else PartitionSpec()
+    sharding.check_divides(jnp.shape(x), spec, mesh, "the first argument")
+    return jax.device_put(x, NamedSharding(mesh, spec))
+
+  params = jax.tree.map(put_parameter, sharding.lay_out(params, mesh, None, plans), params)
+  return params, (*map(lambda x: jax.tree.map(put_input, x), args[:1]), *args[1:]), kwargs
 
 
 def _disturbed(params: Any, seed: int) -> Any:

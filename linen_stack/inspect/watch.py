@@ -79,12 +79,12 @@ class Watch:
 
 
 @contextlib.contextmanager
-def watching(remat: Any = None, mark: bool = False) -> Iterator[Watch]:
+def watching(mark: bool = False, **options: Any) -> Iterator[Watch]:
   """Watches the stacks that are called inside.
 
   Args:
-    remat: replaces the remat of every stack, for the time of its call.
     mark: leave marks in the program.
+    **options: replace those of every stack, for the time of its call.
   """
   watch = Watch()
 
@@ -98,14 +98,13 @@ def watching(remat: Any = None, mark: bool = False) -> Iterator[Watch]:
         watch.add(path, module)
       watch.hidden[path] = jax.tree.map(jax.typeof, args[0]) if args else None
       watch.open_stacks.append(path)
-      before = module.remat
-      if remat is not None:
-        object.__setattr__(module, "remat", remat)  # a module is frozen once it is set up
+      before = {name: getattr(module, name) for name in options}
       try:
+        _set(module, options)
         with jax.named_scope(STACK_SCOPE):
           return next_fun(*args, **kwargs)
       finally:
-        object.__setattr__(module, "remat", before)
+        _set(module, before)
         watch.open_stacks.pop()
     if not mark or not args or path not in watch.layers or path in watch.open_layers:
       return next_fun(*args, **kwargs)
@@ -119,3 +118,8 @@ def watching(remat: Any = None, mark: bool = False) -> Iterator[Watch]:
 
   with _watching(next(_calls)), nn.intercept_methods(intercept):
     yield watch
+
+
+def _set(module: nn.Module, options: dict[str, Any]) -> None:
+  for name, value in options.items():
+    object.__setattr__(module, name, value)  # a module is frozen once it is set up
