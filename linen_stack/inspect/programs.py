@@ -78,7 +78,7 @@ class Program:
       contexts.enter_context(jax.sharding.use_abstract_mesh(self.mesh))
       contexts.enter_context(nn.logical_axis_rules(self.rules))
       if self.remat is not None:
-        contexts.enter_context(watching(**({} if self.remat is None else {"remat": self.remat})))
+        contexts.enter_context(watching(remat=self.remat))
       yield
 
   def open_results(self, traced: Any) -> list[bool]:
