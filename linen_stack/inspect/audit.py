@@ -69,7 +69,8 @@ def audit(stack: nn.Module, *args: Any, **kwargs: Any) -> AuditReport:
   if not isinstance(stack, nn.Module) and hasattr(stack, "initialised"):  # of NNX layers
     stack = stack.initialised()
   if not isinstance(stack, nn.Module):
-    raise TypeError(f"stack must be a StackedDecoder or a module that contains one, not {stack!r}")
+    raise TypeError("stack must be a StackedDecoder, a Linen module that contains one or a ls.nnx.ScannedLayers, not of "
+                    f"{type(stack)}")
   seen: dict[Place, Any] = {}
 
   # Traced under full remat: what the policies themselves would do, or raise, is worked out below.
