@@ -37,7 +37,10 @@ def layer_axes(plan: Plan) -> frozenset[str]:
 
 
 def check_rules(rules: Rules, mesh: Any) -> None:
-  """Raises ValueError for a rule over an axis that the mesh does not have."""
+  """Raises TypeError for rules that are no pairs, ValueError for one over an axis that the mesh does not have."""
+  for rule in rules:
+    if not isinstance(rule, (tuple, list)) or len(rule) != 2 or not isinstance(rule[0], str):
+      raise TypeError(f"rules must be pairs (logical axis, mesh axes or None), not {rule!r}; of a dict, its items()")
   for name, axes in rules:
     for axis in as_tuple(axes):
       if axis not in mesh.axis_names:
@@ -126,6 +129,11 @@ def over(name: str) -> tuple[str, ...]:
   Axes that `jax.shard_map` has taken are not among them: inside, arrays are one device's parts.
   """
   return several(dict(reversed(nn.get_logical_axis_rules())).get(name))
+
+
+def batch_axes() -> tuple[str, ...]:
+  """The mesh axes of several devices that split the batch."""
+  return over("batch") or over("activation_batch")
 
 
 def several(axes: Any) -> tuple[str, ...]:

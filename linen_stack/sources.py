@@ -67,7 +67,7 @@ class Sources:
   @functools.cached_property
   def _batch(self) -> tuple[str, ...]:
     """The mesh axes that split the batch."""
-    axes = sharding.over("batch") or sharding.over("activation_batch")
+    axes = sharding.batch_axes()
     if axes or not jax.sharding.get_abstract_mesh().explicit_axes:
       return axes
     firsts = [jax.typeof(leaf).sharding.spec[:1] for leaf in jax.tree.leaves(self.x)]

@@ -9,6 +9,7 @@ import sys
 from typing import Any
 import warnings
 
+from flax import linen as nn
 import jax
 import numpy as np
 
@@ -145,9 +146,12 @@ def check_placed(stack: Any, fetched: Collection[str]) -> None:
   found none in host memory: results are right, but nothing is saved."""
   place = "jax.device_put(params, ls.host_shardings(stack, params))"
   if stack.prefetch and not fetched:
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty:
+      sharding.check_rules(nn.get_logical_axis_rules(), mesh)
     raise ValueError(f"prefetch=True has nothing to fetch: no parameter of a loop is in host memory (offload_params=True, and "
-                     f"{place}), and none is split over a mesh axis that splits the batch as well (jax.set_mesh and "
-                     "nn.logical_axis_rules around the call, with rules for 'batch' and for the names of the parameters' "
+                     f"{place}), and none is split over a mesh axis of several devices that splits the batch as well (jax.set_mesh "
+                     "and nn.logical_axis_rules around the call, with rules for 'batch' and for the names of the parameters' "
                      "axes); place them in one of these ways, or set prefetch=False")
   if stack.offload_params is False:
     return

@@ -252,8 +252,39 @@ def test_gradients_on_a_mesh_that_cannot_be():
     check(X, mesh=8)
   with pytest.raises(ValueError, match="no rule for logical axes 'embed'.*, 'mlp'"):
     check(X, mesh=three_axes())
-  with pytest.raises(ValueError, match="first argument of shape .3, 8.: dimension 0 of 3 does not divide among 4 devices"):
+  with pytest.raises(ValueError, match="argument 0 of shape .3, 8.: dimension 0 of 3 does not divide among 4 devices"):
     check(X[:3], mesh=three_axes(), rules=RULES.items())
+  with pytest.raises(TypeError, match=r"rules must be pairs .*, not 'batch'; of a dict, its items\(\)"):
+    check(X, mesh=three_axes(), rules=RULES)
+  with pytest.raises(ValueError, match="outside of jax.set_mesh"), jax.set_mesh(three_axes()):
+    check(X, mesh=three_axes(), rules=RULES.items())
+  with pytest.raises(ValueError, match="the rules split no parameter and not the first argument"):
+    check(x=X, mesh=three_axes(), rules={name: None for name in RULES}.items())
+
+
+@pytest.mark.parametrize("call", [
+    lambda check, x, split: check(x), lambda check, x, split: check(split), lambda check, x, split: check(x=split)])
+def test_arguments_that_are_laid_out_already_stay_so(call):
+  """Whatever the name of the rule for the batch; what is wrong on the mesh is found."""
+  stack = ls.StackedDecoder(ls.Plan.homogeneous(ls.LayerSpec(Gated, laid_out=False), 3))
+  rules, x = {**RULES, "activation_batch": RULES["batch"]}, jnp.tile(X, (2, 1)) + 1
+  del rules["batch"]
+  split = jax.device_put(x, NamedSharding(three_axes(), P(("data", "fsdp"))))
+  report = call(functools.partial(ls.inspect.check_gradients, stack, mesh=three_axes(), rules=rules.items()), x, split)
+  assert not report.ok and "on a mesh (data 2, fsdp 2, tensor 2) and under full remat on one device" in str(report)
+  assert "layers/Dense_0/kernel" in dict(report.differences)  # without the box around it
+
+
+def test_gradients_of_layers_with_statistics():
+  class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
+      return nn.BatchNorm(use_running_average=False)(nn.Dense(8, use_bias=False, kernel_init=init)(x))
+
+  stack = ls.StackedDecoder(ls.Plan.homogeneous(ls.LayerSpec(Normed), 3))
+  rules = {**RULES, "batch": ("fsdp", "data")}
+  assert ls.inspect.check_gradients(stack, jnp.tile(X, (2, 1)), mesh=three_axes(), rules=rules.items(), rtol=1e-4).ok
 
 
 # Boxes of layers from NNX ---------------------------------------------------------------------------------------------------

@@ -256,6 +256,9 @@ def test_nothing_to_fetch():
   for rules in ((), (("batch", "data"), ("embed", "fsdp"), ("mlp", "tensor")), (("embed", "fsdp"),)):
     with jax.set_mesh(layouts.mesh()), nn.logical_axis_rules(rules), pytest.raises(ValueError, match=words):
       jax.eval_shape(tiny.apply, shapes, layouts.X)
+  with jax.set_mesh(layouts.mesh()), nn.logical_axis_rules([("batch", "dta"), *layouts.RULES[1:]]):
+    with pytest.raises(ValueError, match="'batch' goes over 'dta', which is no axis of the mesh"):
+      jax.eval_shape(tiny.apply, shapes, layouts.X)
   with jax.set_mesh(layouts.mesh()), nn.logical_axis_rules((*layouts.RULES, ("layers", "data"))):
     words = "layers are split over mesh axis data.*cannot be fetched ahead.*map that axis to None"
     with pytest.raises(ValueError, match=words):

@@ -16,8 +16,7 @@ from linen_stack import sharding
 from linen_stack.inspect import render
 from linen_stack.inspect.watch import Place, Watch, watching
 from linen_stack.per_layer import indices
-from linen_stack.plan import Plan
-from linen_stack.stacked import on_host, value
+from linen_stack.stacked import on_host
 
 # Gradients that are zero but for rounding are not compared with themselves: no scale is below this part of the largest.
 _LEAST_SCALE = 1e-3
@@ -40,12 +39,16 @@ class GradientReport:
   differences: tuple[tuple[str, float], ...]
   """The largest relative difference of each gradient, by path."""
 
+  mesh: str | None = None
+  """The devices on which the policy ran, full remat on one; None: both on one."""
+
   @property
   def ok(self) -> bool:
     return self.leaf is None
 
   def __str__(self) -> str:
-    lines = [f"gradients under the policy and under full remat: largest relative difference {self.largest:.3g}, "
+    here, there = ("", "") if self.mesh is None else (f" on a mesh ({self.mesh})", " on one device")
+    lines = [f"gradients under the policy{here} and under full remat{there}: largest relative difference {self.largest:.3g}, "
              f"allowed {self.rtol:.3g}, {render.plural(len(self.differences), 'array')}"]
     if not self.ok:
       layer = "" if self.layer is None else f", in layer {self.layer}"
@@ -57,49 +60,55 @@ def check_gradients(stack: nn.Module, *args: Any, rtol: float = 1e-5, seed: int 
                     rules: Iterable[tuple[str, Any]] | None = None, **kwargs: Any) -> GradientReport:
   """Compares gradients of all parameters and floating arguments under the stack's policy with those under full remat.
 
-  Runs on the default device; with a mesh, the policy runs there, and full remat on one device as before, so that it also
-  shows whether the compiler splits the layers right. Every layer gets weights of its own, so that mixed-up layers show:
-  parameters are initialised and then disturbed. Differences are relative to the largest gradient in a layer's part of an
-  array.
+  Runs on the default device; with a mesh, the policy (and `prefetch`) runs there, and full remat on one device as before, so
+  that it also shows whether the compiler splits the layers right. Every layer gets weights of its own, so that mixed-up
+  layers show: parameters are initialised and then disturbed. Differences are relative to the largest gradient in a layer's
+  part of an array.
 
   Args:
     stack: a `StackedDecoder`, or a module that contains one or several.
-    *args, **kwargs: arguments of its call, arrays with values.
+    *args, **kwargs: arguments of its call, arrays with values. With a mesh, those that are laid out over it stay so; if
+      none is, the arrays of the first one are split along their first axis by the rule for "batch".
     rtol: the largest relative difference allowed.
     seed: of parameters, dropout and the cotangent of the output.
-    mesh: the devices. Parameters lie over it by the names in their boxes, the first argument by the rule for "batch".
-    rules: pairs (logical axis, mesh axis or None), by default those of `nn.logical_axis_rules` around the call.
+    mesh: the devices, over which parameters lie by the names in their boxes. Not the one of `jax.set_mesh` around the call.
+    rules: pairs (logical axis, mesh axes or None), by default those of `nn.logical_axis_rules` around the call.
 
   Raises:
     TypeError: no module, no mesh, rules without one, or arguments without values.
     ValueError: the module calls no `StackedDecoder`; a policy that does not fit its layers, as `init` raises it; rules that
-      do not fit, as `host_shardings` raises it.
+      do not fit, as `host_shardings` raises it, or that split nothing.
   """
   if not isinstance(stack, nn.Module):
-    raise TypeError(f"stack must be a StackedDecoder or a module that contains one, not {stack!r}")
+    raise TypeError("stack must be a StackedDecoder or a Linen module that contains one (of NNX layers, their Linen twin), not "
+                    f"of {type(stack)}")
   if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves((args, kwargs))):
     raise TypeError("check_gradients computes gradients and needs arrays with values, not jax.ShapeDtypeStruct")
-  if mesh is None and rules is not None or not isinstance(mesh, Mesh | None):
-    raise TypeError(f"mesh must be a jax.sharding.Mesh, over whose devices the rules lay arrays, not {mesh!r}")
+  rules = _checked(mesh, rules)
   # Of some generators the numbers depend on how arrays are split.
   key = jax.random.key(seed, impl=None if mesh is None else "threefry2x32")
   rngs = {"params": key, "dropout": jax.random.fold_in(key, 1)}
+  given, tree = jax.tree.flatten((args, kwargs))
+  is_array = [isinstance(leaf, (jax.Array, np.ndarray, np.generic)) for leaf in given]
+  args, kwargs = tree.unflatten([jnp.asarray(jax.device_get(leaf)) if array and mesh is not None else leaf
+                                 for leaf, array in zip(given, is_array)])  # on one device
   with watching() as watch:
     variables = jax.jit(lambda: stack.init(rngs, *args, **kwargs))()
   if not watch.stacks:
     raise ValueError(f"{type(stack).__name__} calls no StackedDecoder when it is initialised")
-  params = _disturbed(variables.get("params", {}), seed)
-  leaves, tree = jax.tree.flatten((params, args, kwargs))
-  floats = {i: jnp.asarray(leaf) for i, leaf in enumerate(leaves)
-            if isinstance(leaf, (jax.Array, np.ndarray, np.generic)) and jnp.issubdtype(leaf.dtype, np.inexact)}
+  boxed = _disturbed(variables.pop("params", {}), seed)
+  inputs = nn.unbox(boxed), args, kwargs
+  leaves, tree = jax.tree.flatten(inputs)
+  arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray, np.generic))}
+  floats = [i for i, leaf in arrays.items() if jnp.issubdtype(leaf.dtype, np.inexact)]
 
-  def call(floats):
-    params, args, kwargs = tree.unflatten([floats.get(i, leaf) for i, leaf in enumerate(leaves)])
-    out = stack.apply({**variables, "params": params}, *args, rngs=rngs, **kwargs)
-    return [leaf for leaf in jax.tree.leaves(out) if jnp.issubdtype(leaf.dtype, np.inexact)]
+  def gradients(arrays):
+    def call(floats):
+      params, args, kwargs = tree.unflatten([{**arrays, **floats}.get(i, leaf) for i, leaf in enumerate(leaves)])
+      out, _ = stack.apply({**variables, "params": params}, *args, rngs=rngs, mutable=list(variables), **kwargs)
+      return [leaf for leaf in jax.tree.leaves(out) if jnp.issubdtype(leaf.dtype, np.inexact)]
 
-  def gradients(floats):
-    out, back = jax.vjp(call, floats)
+    out, back = jax.vjp(call, {i: jnp.asarray(arrays[i]) for i in floats})
     keys = jax.random.split(jax.random.fold_in(key, 2), len(out))
     return back([jax.random.normal(k, leaf.shape, leaf.dtype) for k, leaf in zip(keys, out)])[0]
 
@@ -107,31 +116,53 @@ def check_gradients(stack: nn.Module, *args: Any, rtol: float = 1e-5, seed: int 
   found = []
   for options, devices in (({}, mesh), ({"remat": "full", "prefetch": False}, None)):
     with watching(**options), contextlib.ExitStack() as around:
-      given = floats
+      placed = arrays
       if devices is not None:
         around.enter_context(jax.set_mesh(devices))
-        around.enter_context(nn.logical_axis_rules(tuple(nn.get_logical_axis_rules() if rules is None else rules)))
-        placed = jax.tree.leaves(_placed(params, args, kwargs, devices, [stack.plan for stack in watch.stacks.values()]))
-        given = {i: placed[i] for i in floats}
-      run = jax.jit(lambda floats: gradients(floats))  # pylint: disable=unnecessary-lambda
-      found.append(jax.device_get(run(given)))
-  paths = [path for path, _ in jax.tree_util.tree_leaves_with_path((params, args, kwargs))]
-  return _compare({_label(paths[i]): (found[0][i], found[1][i]) for i in floats}, watch, rtol)
+        around.enter_context(nn.logical_axis_rules(rules))
+        specs = sharding.lay_out(boxed, devices, None, [stack.plan for stack in watch.stacks.values()])
+        everywhere = jax.tree.leaves(_placed(inputs, specs, given, devices))
+        placed = {i: everywhere[i] for i in arrays}
+      run = jax.jit(lambda arrays: gradients(arrays))  # pylint: disable=unnecessary-lambda
+      found.append(jax.device_get(run(placed)))
+  paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(inputs)]
+  report = _compare({_label(paths[i]): (found[0][i], found[1][i]) for i in floats}, watch, rtol)
+  return report if mesh is None else dataclasses.replace(report, mesh=", ".join(f"{k} {n}" for k, n in mesh.shape.items()))
 
 
-def _placed(params: Any, args: Any, kwargs: Any, mesh: Mesh, plans: Iterable[Plan]) -> Any:
-  """The three on a mesh, as the rules around say."""
+def _checked(mesh: Any, rules: Any) -> sharding.Rules:
+  if mesh is None and rules is not None or not isinstance(mesh, Mesh | None):
+    raise TypeError(f"mesh must be a jax.sharding.Mesh, over whose devices the rules lay arrays, not {mesh!r}")
+  if mesh is None:
+    return ()
+  if not jax.sharding.get_abstract_mesh().empty:
+    raise ValueError("check_gradients compares its mesh with one device; call it outside of jax.set_mesh")
+  rules = tuple(nn.get_logical_axis_rules() if rules is None else rules)
+  sharding.check_rules(rules, mesh)
+  return rules
 
-  def put_parameter(spec, leaf):
-    return jax.device_put(leaf, NamedSharding(mesh, spec, memory_kind="pinned_host" if on_host(value(leaf)) else None))
 
-  def put_input(x):
-    spec = PartitionSpec(sharding.over("batch") or None) if jnp.ndim(x) else PartitionSpec()
-    sharding.check_divides(jnp.shape(x), spec, mesh, "the first argument")
-    return jax.device_put(x, NamedSharding(mesh, spec))
+def _placed(inputs: Any, specs: Any, given: list[Any], mesh: Mesh) -> Any:
+  """Parameters and arguments on a mesh, as the rules around say; `given`: the leaves of the arguments as they were given."""
+  params, args, kwargs = inputs
+  batch = PartitionSpec(sharding.batch_axes() or None)
 
-  params = jax.tree.map(put_parameter, sharding.lay_out(params, mesh, None, plans), params)
-  return params, (*map(lambda x: jax.tree.map(put_input, x), args[:1]), *args[1:]), kwargs
+  def put(x, spec, path):
+    sharding.check_divides(jnp.shape(x), spec, mesh, path)
+    return jax.device_put(x, NamedSharding(mesh, spec, memory_kind="pinned_host" if on_host(x) else None))
+
+  params = jax.tree.map(lambda spec, x: put(x, spec, ""), specs, params)
+  laid_out = [isinstance(leaf, jax.Array) and getattr(leaf.sharding, "mesh", None) == mesh for leaf in given]
+  if any(laid_out):
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    args, kwargs = tree.unflatten([old if own else new for old, new, own in zip(given, leaves, laid_out)])
+  elif args:
+    split = lambda path, x: put(x, batch if jnp.ndim(x) else PartitionSpec(), f"argument 0{jax.tree_util.keystr(path)}")
+    args = (jax.tree_util.tree_map_with_path(split, args[0]), *args[1:])
+  if all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves((params, args, kwargs)) if isinstance(leaf, jax.Array)):
+    raise ValueError("the rules split no parameter and not the first argument over the mesh; give them by names that "
+                     "parameters have in their boxes, and one for \"batch\"")
+  return params, args, kwargs
 
 
 def _disturbed(params: Any, seed: int) -> Any:
