@@ -150,9 +150,9 @@ def check_placed(stack: Any, fetched: Collection[str]) -> None:
     if not mesh.empty:
       sharding.check_rules(nn.get_logical_axis_rules(), mesh)
     raise ValueError(f"prefetch=True has nothing to fetch: no parameter of a loop is in host memory (offload_params=True, and "
-                     f"{place}), and none is split over a mesh axis of several devices that splits the batch as well (jax.set_mesh "
-                     "and nn.logical_axis_rules around the call, with rules for 'batch' and for the names of the parameters' "
-                     "axes); place them in one of these ways, or set prefetch=False")
+                     f"{place}), and none is split over a mesh axis of several devices that splits the batch as well "
+                     "(jax.set_mesh and nn.logical_axis_rules around the call, with rules for 'batch' and for the names of "
+                     "the parameters' axes); place them in one of these ways, or set prefetch=False")
   if stack.offload_params is False:
     return
   params = stack.variables.get("params", {})

@@ -88,10 +88,9 @@ def check_gradients(stack: nn.Module, *args: Any, rtol: float = 1e-5, seed: int 
   # Of some generators the numbers depend on how arrays are split.
   key = jax.random.key(seed, impl=None if mesh is None else "threefry2x32")
   rngs = {"params": key, "dropout": jax.random.fold_in(key, 1)}
-  given, tree = jax.tree.flatten((args, kwargs))
-  is_array = [isinstance(leaf, (jax.Array, np.ndarray, np.generic)) for leaf in given]
-  args, kwargs = tree.unflatten([jnp.asarray(jax.device_get(leaf)) if array and mesh is not None else leaf
-                                 for leaf, array in zip(given, is_array)])  # on one device
+  given = args, kwargs
+  if mesh is not None:  # to one device
+    args, kwargs = jax.tree.map(lambda x: jnp.asarray(jax.device_get(x)) if _mesh_of(x) == mesh else x, given)
   with watching() as watch:
     variables = jax.jit(lambda: stack.init(rngs, *args, **kwargs))()
   if not watch.stacks:
@@ -99,7 +98,7 @@ def check_gradients(stack: nn.Module, *args: Any, rtol: float = 1e-5, seed: int 
   boxed = _disturbed(variables.pop("params", {}), seed)
   inputs = nn.unbox(boxed), args, kwargs
   leaves, tree = jax.tree.flatten(inputs)
-  arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray, np.generic))}
+  arrays = {i: leaf for i, leaf in enumerate(leaves) if _is_array(leaf)}
   floats = [i for i, leaf in arrays.items() if jnp.issubdtype(leaf.dtype, np.inexact)]
 
   def gradients(arrays):
@@ -108,7 +107,7 @@ def check_gradients(stack: nn.Module, *args: Any, rtol: float = 1e-5, seed: int 
       out, _ = stack.apply({**variables, "params": params}, *args, rngs=rngs, mutable=list(variables), **kwargs)
       return [leaf for leaf in jax.tree.leaves(out) if jnp.issubdtype(leaf.dtype, np.inexact)]
 
-    out, back = jax.vjp(call, {i: jnp.asarray(arrays[i]) for i in floats})
+    out, back = jax.vjp(call, {i: arrays[i] for i in floats})
     keys = jax.random.split(jax.random.fold_in(key, 2), len(out))
     return back([jax.random.normal(k, leaf.shape, leaf.dtype) for k, leaf in zip(keys, out)])[0]
 
@@ -121,7 +120,7 @@ def check_gradients(stack: nn.Module, *args: Any, rtol: float = 1e-5, seed: int 
         around.enter_context(jax.set_mesh(devices))
         around.enter_context(nn.logical_axis_rules(rules))
         specs = sharding.lay_out(boxed, devices, None, [stack.plan for stack in watch.stacks.values()])
-        everywhere = jax.tree.leaves(_placed(inputs, specs, given, devices))
+        everywhere = jax.tree.leaves(_placed(inputs[0], specs, inputs[1:], given, devices))
         placed = {i: everywhere[i] for i in arrays}
       run = jax.jit(lambda arrays: gradients(arrays))  # pylint: disable=unnecessary-lambda
       found.append(jax.device_get(run(placed)))
@@ -142,27 +141,36 @@ def _checked(mesh: Any, rules: Any) -> sharding.Rules:
   return rules
 
 
-def _placed(inputs: Any, specs: Any, given: list[Any], mesh: Mesh) -> Any:
-  """Parameters and arguments on a mesh, as the rules around say; `given`: the leaves of the arguments as they were given."""
-  params, args, kwargs = inputs
-  batch = PartitionSpec(sharding.batch_axes() or None)
+def _is_array(leaf: Any) -> bool:
+  """Whether it is traced; flags of NumPy's stay what they are."""
+  return isinstance(leaf, (jax.Array, np.ndarray)) or isinstance(leaf, np.generic) and np.issubdtype(leaf.dtype, np.inexact)
 
-  def put(x, spec, path):
+
+def _mesh_of(leaf: Any) -> Any:
+  return getattr(leaf.sharding, "mesh", None) if isinstance(leaf, jax.Array) else None
+
+
+def _placed(params: Any, specs: Any, inputs: Any, given: Any, mesh: Mesh) -> Any:
+  """Parameters and (args, kwargs) on a mesh, as the rules around say; `given`: the latter as they were given."""
+  batch = PartitionSpec(sharding.batch_axes() or None)
+  laid_out = any(_mesh_of(leaf) == mesh for leaf in jax.tree.leaves(given))
+
+  def put(x, spec, path=""):
     sharding.check_divides(jnp.shape(x), spec, mesh, path)
     return jax.device_put(x, NamedSharding(mesh, spec, memory_kind="pinned_host" if on_host(x) else None))
 
-  params = jax.tree.map(lambda spec, x: put(x, spec, ""), specs, params)
-  laid_out = [isinstance(leaf, jax.Array) and getattr(leaf.sharding, "mesh", None) == mesh for leaf in given]
-  if any(laid_out):
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    args, kwargs = tree.unflatten([old if own else new for old, new, own in zip(given, leaves, laid_out)])
-  elif args:
-    split = lambda path, x: put(x, batch if jnp.ndim(x) else PartitionSpec(), f"argument 0{jax.tree_util.keystr(path)}")
-    args = (jax.tree_util.tree_map_with_path(split, args[0]), *args[1:])
-  if all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves((params, args, kwargs)) if isinstance(leaf, jax.Array)):
+  def put_input(path, x, as_given):
+    if not _is_array(x) or _mesh_of(as_given) == mesh:
+      return as_given
+    first = [key.idx for key in path[:2] if hasattr(key, "idx")] == [0, 0]  # of args
+    spec = batch if first and jnp.ndim(x) and not laid_out else PartitionSpec()
+    return put(x, spec, f"argument {jax.tree_util.keystr(path[1:], simple=True, separator='/')}")
+
+  placed = jax.tree.map(lambda spec, x: put(x, spec), specs, params), jax.tree_util.tree_map_with_path(put_input, inputs, given)
+  if all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(placed) if isinstance(leaf, jax.Array)):
     raise ValueError("the rules split no parameter and not the first argument over the mesh; give them by names that "
                      "parameters have in their boxes, and one for \"batch\"")
-  return params, args, kwargs
+  return placed
 
 
 def _disturbed(params: Any, seed: int) -> Any:
