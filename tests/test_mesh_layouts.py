@@ -99,8 +99,7 @@ def check(plan, rules, split=True, **options):
 
 
 POLICIES = {"none": "none", "full": "full", "saving": ls.RematPolicy(save=["mlpwi_0"]),
-            "offloading": ls.RematPolicy(offload=["mlpwi_0"]), "carry": ls.RematPolicy(save=["mlpwi_0"], carry="offload"),
-            "minimal": "minimal"}
+            "offloading": ls.RematPolicy(offload=["mlpwi_0"]), "carry": ls.RematPolicy(save=["mlpwi_0"], carry="offload")}
 HOST, AHEAD = dict(offload_params=0), dict(prefetch=True)
 PLACES = {"device": {}, "host": HOST, "ahead": AHEAD, "host, ahead": {**HOST, **AHEAD}, "apart": dict(scan=False)}
 OTHERS = {
