@@ -41,7 +41,7 @@ def check_rules(rules: Rules, mesh: Any) -> None:
   for rule in rules:
     if not isinstance(rule, (tuple, list)) or len(rule) != 2 or not isinstance(rule[0], str):
       raise TypeError(f"rules must be pairs (logical axis, mesh axes or None), not {rule!r}; of a dict, its items()")
-  for name, axes in rules:
+    name, axes = rule
     for axis in as_tuple(axes):
       if axis not in mesh.axis_names:
         raise ValueError(f"rules: {name!r} goes over {axis!r}, which is no axis of the mesh; "

@@ -15,6 +15,7 @@ import linen_stack as ls
 from linen_stack import sharding
 from linen_stack.models import DecoderLayer, LanguageModel
 from linen_stack.models.moe import MoE, total_loss
+from tests import test_mesh_layouts as layouts
 from tests.reference import A, B, assert_close, make_variables
 
 X = jax.random.normal(jax.random.key(0), (4, 8))
@@ -161,8 +162,7 @@ def test_models_lay_activations_out_by_name():
   tokens = jnp.zeros((8, 4), int)
   boxed = jax.eval_shape(model.init, jax.random.key(0), tokens)
   variables, rules = nn.unbox(boxed), {**sharding.FSDP, "batch": ("data", "fsdp"), "mlp": "tensor", "q_heads": "tensor"}
-  mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
-  with jax.set_mesh(mesh), nn.logical_axis_rules(tuple(rules.items())):
+  with jax.set_mesh(layouts.mesh()), nn.logical_axis_rules(tuple(rules.items())):
     text = str(jax.make_jaxpr(model.apply)(variables, tokens))
   for last in ("'tensor'", "None"):
     spec = f"PartitionSpec(('data', 'fsdp'), UNCONSTRAINED, {last})"
@@ -192,10 +192,6 @@ def test_whole_models_on_explicit_axes():
 # Gradients on a mesh and on one device --------------------------------------------------------------------------------------
 
 
-def three_axes():
-  return jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
-
-
 RULES = {**sharding.FSDP, "batch": ("data", "fsdp"), "mlp": "tensor", "q_heads": "tensor", "vocab": "tensor"}
 
 
@@ -204,7 +200,7 @@ def check_model(family, **rules):
   config = json.loads((pathlib.Path(__file__).parent / "golden" / family / "config.json").read_text())
   model = ls.hf.model_from_config(config, param_dtype=jnp.float64)
   tokens = np.arange(32).reshape(8, 4) % config["vocab_size"]
-  return ls.inspect.check_gradients(model, tokens, mesh=three_axes(), rules={**RULES, **rules}.items(), rtol=1e-6)
+  return ls.inspect.check_gradients(model, tokens, mesh=layouts.mesh(), rules={**RULES, **rules}.items(), rtol=1e-6)
 
 
 @pytest.mark.usefixtures("float64")
@@ -232,7 +228,7 @@ class Gated(nn.Module):
 def test_what_a_compiler_splits_wrong_is_found(laid_out, options):
   """When it fails for what is not laid out, compilers have learnt it, and the README need not warn any longer."""
   stack = ls.StackedDecoder(ls.Plan.homogeneous(ls.LayerSpec(Gated, laid_out=laid_out), 3), **options)
-  report = ls.inspect.check_gradients(stack, jnp.tile(X, (2, 1)) + 1, mesh=three_axes(), rules=RULES.items())
+  report = ls.inspect.check_gradients(stack, jnp.tile(X, (2, 1)) + 1, mesh=layouts.mesh(), rules=RULES.items())
   assert report.ok == (laid_out or options.get("prefetch", False)) and (report.ok or report.largest > 0.01)
 
 
@@ -252,15 +248,15 @@ def test_gradients_on_a_mesh_that_cannot_be():
   with pytest.raises(TypeError, match="mesh must be a jax.sharding.Mesh.*not 8"):
     check(X, mesh=8)
   with pytest.raises(ValueError, match="no rule for logical axes 'embed'.*, 'mlp'"):
-    check(X, mesh=three_axes())
+    check(X, mesh=layouts.mesh())
   with pytest.raises(ValueError, match="argument 0 of shape .3, 8.: dimension 0 of 3 does not divide among 4 devices"):
-    check(X[:3], mesh=three_axes(), rules=RULES.items())
+    check(X[:3], mesh=layouts.mesh(), rules=RULES.items())
   with pytest.raises(TypeError, match=r"rules must be pairs .*, not 'batch'; of a dict, its items\(\)"):
-    check(X, mesh=three_axes(), rules=RULES)
-  with pytest.raises(ValueError, match="outside of jax.set_mesh"), jax.set_mesh(three_axes()):
-    check(X, mesh=three_axes(), rules=RULES.items())
+    check(X, mesh=layouts.mesh(), rules=RULES)
+  with pytest.raises(ValueError, match="outside of jax.set_mesh"), jax.set_mesh(layouts.mesh()):
+    check(X, mesh=layouts.mesh(), rules=RULES.items())
   with pytest.raises(ValueError, match="the rules split no parameter and not the first argument"):
-    check(x=X, mesh=three_axes(), rules={name: None for name in RULES}.items())
+    check(x=X, mesh=layouts.mesh(), rules={name: None for name in RULES}.items())
 
 
 @pytest.mark.parametrize("call", [
@@ -270,8 +266,8 @@ def test_arguments_that_are_laid_out_already_stay_so(call):
   stack = ls.StackedDecoder(ls.Plan.homogeneous(ls.LayerSpec(Gated, laid_out=False), 3))
   rules, x = {**RULES, "activation_batch": RULES["batch"]}, jnp.tile(X, (2, 1)) + 1
   del rules["batch"]
-  split = jax.device_put(x, NamedSharding(three_axes(), P(("data", "fsdp"))))
-  report = call(functools.partial(ls.inspect.check_gradients, stack, mesh=three_axes(), rules=rules.items()), x, split)
+  split = jax.device_put(x, NamedSharding(layouts.mesh(), P(("data", "fsdp"))))
+  report = call(functools.partial(ls.inspect.check_gradients, stack, mesh=layouts.mesh(), rules=rules.items()), x, split)
   assert not report.ok and "on a mesh (data 2, fsdp 2, tensor 2) and under full remat on one device" in str(report)
   assert "layers/Dense_0/kernel" in dict(report.differences)  # without the box around it
 
@@ -285,7 +281,7 @@ def test_gradients_of_layers_with_statistics():
 
   stack = ls.StackedDecoder(ls.Plan.homogeneous(ls.LayerSpec(Normed), 3))
   rules = {**RULES, "batch": ("fsdp", "data")}
-  assert ls.inspect.check_gradients(stack, jnp.tile(X, (2, 1)), mesh=three_axes(), rules=rules.items(), rtol=1e-4).ok
+  assert ls.inspect.check_gradients(stack, jnp.tile(X, (2, 1)), mesh=layouts.mesh(), rules=rules.items(), rtol=1e-4).ok
 
 
 # Boxes of layers from NNX ---------------------------------------------------------------------------------------------------

@@ -109,6 +109,7 @@ OTHERS = {
     "axis 1": ("nested", dict(param_axis=1)), "axis -1": ("prefix", dict(param_axis=-1, remat="none")),
     "axis 1, ahead": ("nested", dict(param_axis=1, **AHEAD)), "loop": ("cycle", dict(barrier="loop")),
     "every": ("flat", dict(remat=ls.RematPolicy(every=2))), "levels": ("flat", dict(remat=ls.RematPolicy(levels=(2, 2)))),
+    "carry": ("cycle", dict(remat=ls.RematPolicy(carry="offload"))),
     "every, host": ("flat", dict(remat=ls.RematPolicy(every=2), **HOST)),
 }
 
@@ -178,7 +179,8 @@ def test_layers_in_host_memory_are_not_split():
     ([("embed", "fsdp"), ("one", None)], r"no rule for logical axis 'mlp' \(of layers/wi\); map each to an axis"),
     ([("embed", "fsdp"), ("mpl", None), ("one", None)], r"logical axis 'mlp' \(of layers/wi\); did you mean 'mpl'\?; map each"),
     ([("mlp", None)], r"no rule for logical axes 'embed' \(of layers/gain\), 'one' \(of layers/gain\)"),
-    ([("embed", "fspd"), ("mlp", None), ("one", None)], r"'embed' goes over 'fspd', which is no axis of the mesh; its axes"),
+    ([("embed", "fspd"), ("mlp", None), ("one", None)],
+     r"'embed' goes over 'fspd', which is no axis of the mesh; its axes are data"),
     ([("embed", None), ("mlp", None), ("one", "fsdp")], r"gain of shape \[4, 8, 1\]: dimension 2 of 1 does not divide among 2"),
 ])
 def test_rules_that_do_not_fit(rules, words):

@@ -1,8 +1,7 @@
-"""`check_gradients`: whether a policy leaves the gradients alone, on the device at hand."""
+"""`check_gradients`: whether a policy leaves the gradients alone, on the device at hand or on a mesh."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-import contextlib
 import dataclasses
 from typing import Any
 
@@ -103,7 +102,8 @@ def check_gradients(stack: nn.Module, *args: Any, rtol: float = 1e-5, seed: int 
 
   def gradients(arrays):
     def call(floats):
-      params, args, kwargs = tree.unflatten([{**arrays, **floats}.get(i, leaf) for i, leaf in enumerate(leaves)])
+      values = {**arrays, **floats}
+      params, args, kwargs = tree.unflatten([values.get(i, leaf) for i, leaf in enumerate(leaves)])
       out, _ = stack.apply({**variables, "params": params}, *args, rngs=rngs, mutable=list(variables), **kwargs)
       return [leaf for leaf in jax.tree.leaves(out) if jnp.issubdtype(leaf.dtype, np.inexact)]
 
@@ -111,21 +111,21 @@ def check_gradients(stack: nn.Module, *args: Any, rtol: float = 1e-5, seed: int 
     keys = jax.random.split(jax.random.fold_in(key, 2), len(out))
     return back([jax.random.normal(k, leaf.shape, leaf.dtype) for k, leaf in zip(keys, out)])[0]
 
-  # The function is made anew for each, as jax would take two equal ones for one.
-  found = []
-  for options, devices in (({}, mesh), ({"remat": "full", "prefetch": False}, None)):
-    with watching(**options), contextlib.ExitStack() as around:
-      placed = arrays
-      if devices is not None:
-        around.enter_context(jax.set_mesh(devices))
-        around.enter_context(nn.logical_axis_rules(rules))
-        specs = sharding.lay_out(boxed, devices, None, [stack.plan for stack in watch.stacks.values()])
-        everywhere = jax.tree.leaves(_placed(inputs[0], specs, inputs[1:], given, devices))
-        placed = {i: everywhere[i] for i in arrays}
-      run = jax.jit(lambda arrays: gradients(arrays))  # pylint: disable=unnecessary-lambda
-      found.append(jax.device_get(run(placed)))
+  def run(arrays, **options):
+    with watching(**options):
+      # A function of its own, as jax would take two equal ones for one.
+      return jax.device_get(jax.jit(lambda arrays: gradients(arrays))(arrays))  # pylint: disable=unnecessary-lambda
+
+  if mesh is None:
+    found = run(arrays)
+  else:
+    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+      specs = sharding.lay_out(boxed, mesh, None, [stack.plan for stack in watch.stacks.values()])
+      placed = jax.tree.leaves(_placed(inputs, specs, given, mesh))
+      found = run({i: placed[i] for i in arrays})
+  wanted = run(arrays, remat="full", prefetch=False)
   paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(inputs)]
-  report = _compare({_label(paths[i]): (found[0][i], found[1][i]) for i in floats}, watch, rtol)
+  report = _compare({_label(paths[i]): (found[i], wanted[i]) for i in floats}, watch, rtol)
   return report if mesh is None else dataclasses.replace(report, mesh=", ".join(f"{k} {n}" for k, n in mesh.shape.items()))
 
 
@@ -150,23 +150,24 @@ def _mesh_of(leaf: Any) -> Any:
   return getattr(leaf.sharding, "mesh", None) if isinstance(leaf, jax.Array) else None
 
 
-def _placed(params: Any, specs: Any, inputs: Any, given: Any, mesh: Mesh) -> Any:
-  """Parameters and (args, kwargs) on a mesh, as the rules around say; `given`: the latter as they were given."""
+def _placed(inputs: Any, specs: Any, given: Any, mesh: Mesh) -> Any:
+  """(params, args, kwargs) on a mesh, as the rules around say; `given`: (args, kwargs) as they were given."""
+  params, *arguments = inputs
   batch = PartitionSpec(sharding.batch_axes() or None)
   laid_out = any(_mesh_of(leaf) == mesh for leaf in jax.tree.leaves(given))
 
-  def put(x, spec, path=""):
-    sharding.check_divides(jnp.shape(x), spec, mesh, path)
+  def put(spec, x):
     return jax.device_put(x, NamedSharding(mesh, spec, memory_kind="pinned_host" if on_host(x) else None))
 
-  def put_input(path, x, as_given):
+  def put_argument(path, x, as_given):
     if not _is_array(x) or _mesh_of(as_given) == mesh:
       return as_given
-    first = [key.idx for key in path[:2] if hasattr(key, "idx")] == [0, 0]  # of args
+    first = path[:2] == (jax.tree_util.SequenceKey(0), jax.tree_util.SequenceKey(0))
     spec = batch if first and jnp.ndim(x) and not laid_out else PartitionSpec()
-    return put(x, spec, f"argument {jax.tree_util.keystr(path[1:], simple=True, separator='/')}")
+    sharding.check_divides(jnp.shape(x), spec, mesh, f"argument {jax.tree_util.keystr(path[1:], simple=True, separator='/')}")
+    return put(spec, x)
 
-  placed = jax.tree.map(lambda spec, x: put(x, spec), specs, params), jax.tree_util.tree_map_with_path(put_input, inputs, given)
+  placed = jax.tree.map(put, specs, params), jax.tree_util.tree_map_with_path(put_argument, tuple(arguments), given)
   if all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(placed) if isinstance(leaf, jax.Array)):
     raise ValueError("the rules split no parameter and not the first argument over the mesh; give them by names that "
                      "parameters have in their boxes, and one for \"batch\"")
